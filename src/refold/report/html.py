@@ -1,0 +1,101 @@
+"""The report as one offline HTML page: template, style, scripts and data in a single file.
+
+The page trusts nothing it shows. Data travels as JSON that cannot close its own script element, the page's code writes
+it as text only, and a Content-Security-Policy that names each script by its hash forbids everything else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import tempfile
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from refold.report.data import Report
+from refold.report.text import summary
+
+SCRIPTS = (
+    "dagre.min.js",
+    "page.js",
+    "model.js",
+    "layout.js",
+    "view.js",
+    "summary.js",
+    "rewrites.js",
+    "details.js",
+    "search.js",
+    "keyboard.js",
+    "main.js",
+)
+DANGEROUS = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def page(report: Report) -> str:
+    scripts = [asset(name) for name in SCRIPTS]
+    style = asset("page.css")
+    parts = {
+        "policy": escape(policy(scripts, style)),
+        "title": escape(report.title),
+        "style": f"<style>{style}</style>",
+        "summary": escape(summary(report)),
+        "licence": escape(asset("dagre.LICENSE.txt")),
+        "data": embedded_json(report.to_json()),
+        "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
+    }
+    return fill(asset("page.html"), parts)
+
+
+def fill(template: str, parts: dict[str, str]) -> str:
+    """Put each part at its mark. The template is cut once, so a mark inside of a part stays text."""
+    pieces = template.split("@@")
+    return "".join(piece if i % 2 == 0 else parts[piece] for i, piece in enumerate(pieces))
+
+
+def embedded_json(text: str) -> str:
+    """JSON that may stand inside a script element: the signs that HTML reads are written as escapes."""
+    return text.translate(str.maketrans(DANGEROUS))
+
+
+def policy(scripts: list[str], style: str) -> str:
+    return "; ".join(
+        (
+            "default-src 'none'",
+            "script-src " + " ".join(map(digest, scripts)),
+            f"style-src {digest(style)}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+
+
+def digest(source: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
+
+
+@cache
+def asset(name: str) -> str:
+    text = (files("refold.report") / "assets" / name).read_text(encoding="utf-8")
+    return text.replace("\r\n", "\n")  # browsers hash the text with plain line ends
+
+
+def write_html(report: Report, path: str | Path) -> Path:
+    """Write the page beside `path` and move it there, so that a reader never sees half a page."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(page(report))
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return target
