@@ -31,16 +31,18 @@ SCRIPTS = (
     "keyboard.js",
     "main.js",
 )
-DANGEROUS = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+DANGEROUS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 def page(report: Report) -> str:
     scripts = [asset(name) for name in SCRIPTS]
+    theme = asset("theme.js")
     style = asset("page.css")
     parts = {
-        "policy": escape(policy(scripts, style)),
+        "policy": escape(policy([theme, *scripts], style)),
         "title": escape(report.title),
         "style": f"<style>{style}</style>",
+        "theme": f"<script>{theme}</script>",
         "summary": escape(summary(report)),
         "licence": escape(asset("dagre.LICENSE.txt")),
         "data": embedded_json(report.to_json()),
@@ -57,7 +59,7 @@ def fill(template: str, parts: dict[str, str]) -> str:
 
 def embedded_json(text: str) -> str:
     """JSON that may stand inside a script element: the signs that HTML reads are written as escapes."""
-    return text.translate(str.maketrans(DANGEROUS))
+    return text.translate(DANGEROUS)
 
 
 def policy(scripts: list[str], style: str) -> str:

@@ -97,7 +97,7 @@ def decode_float(data: Any, where: str) -> float:
 def decode_record(kind: type[T], data: Any, where: str) -> T:
     if not isinstance(data, dict):
         raise wrong(where, "an object", data)
-    hints = type_hints(kind)
+    hints = type_hints(typing.cast(typing.Hashable, kind))
     values = {}
     for field in dataclasses.fields(typing.cast(Any, kind)):
         if field.name not in data:
@@ -123,7 +123,7 @@ def decode_table(kind: Any, data: Any, where: str) -> tuple[Any, ...]:
 
 
 @cache
-def type_hints(kind: type) -> dict[str, Any]:
+def type_hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 

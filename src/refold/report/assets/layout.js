@@ -11,7 +11,7 @@
   function leafSize(item) {
     const lines = [Refold.shortText(item.label, 34), Refold.secondLine(item)];
     const longest = Math.max(lines[0].length, lines[1].length * 0.88);
-    const badge = item.steps.size ? 26 : 0;
+    const badge = item.steps.size ? 8 + 19 * Math.min(3, item.steps.size) : 0;
     const extra = item.isGroup ? 46 : 26;
     return { width: Math.max(84, Math.round(longest * CHAR) + extra + badge), height: lines[1] ? 42 : 30 };
   }
@@ -30,7 +30,7 @@
   function compute(group) {
     const graph = new dagre.graphlib.Graph();
     const ranker = group.children.length > CAREFUL ? "longest-path" : "network-simplex"; // the second is prettier and slow
-    graph.setGraph({ rankdir: "TB", nodesep: 16, ranksep: 26, edgesep: 8, marginx: PAD, marginy: PAD, ranker });
+    graph.setGraph({ rankdir: "TB", nodesep: 16, ranksep: 26, edgesep: 8, marginx: PAD, marginy: group.parent ? 8 : PAD, ranker });
     graph.setDefaultEdgeLabel(() => ({}));
     // dagre keeps names as keys of plain objects, so it is given numbers and never the model's own names
     const keys = new Map(group.children.map((child, i) => [child, String(i)]));
@@ -48,7 +48,7 @@
   function addPort(graph, name, edges) {
     if (!edges.length) return;
     graph.setNode(name, { width: PORT, height: PORT });
-    for (const [from, to] of edges) graph.setEdge(from, to, { port: true });
+    for (const [from, to] of edges) graph.setEdge(from, to, { port: true, weight: name === "in" ? 4 : 1 }); // readers of one input stay side by side
   }
 
   function read(group, graph, keys) {

@@ -4,7 +4,6 @@
 (() => {
   const { data, byId, svg } = Refold;
   const MOST_REVEALED = 24;
-  const THEMES = ["auto", "light", "dark"];
 
   class Page {
     constructor() {
@@ -24,14 +23,14 @@
 
     start() {
       for (const view of Object.values(this.views)) {
-        view.openChanges(24);
+        view.openChanges(24, true);
         view.draw();
-        view.fit();
       }
+      this.fit();
       Refold.showDetails(this, null);
       byId("graph").classList.toggle("no-graph", !this.model.before.nodes.size && !this.model.after.nodes.size);
       for (const button of document.querySelectorAll("[data-do]")) button.addEventListener("click", () => this[button.dataset.do]());
-      for (const tab of document.querySelectorAll("[data-side]")) tab.addEventListener("click", () => this.show(tab.dataset.side));
+      for (const tab of document.querySelectorAll("[role=tab]")) tab.addEventListener("click", () => this.show(tab.dataset.side));
       this.setSide("after");
     }
 
@@ -42,9 +41,8 @@
     setSide(side) {
       this.side = side;
       byId("graph").dataset.side = side;
-      for (const tab of document.querySelectorAll("[data-side]")) {
-        if (tab.getAttribute("role") === "tab") tab.setAttribute("aria-selected", String(tab.dataset.side === side));
-      }
+      for (const tab of document.querySelectorAll("[role=tab]")) tab.setAttribute("aria-selected", String(tab.dataset.side === side));
+      if (!this.views[side].fitted) this.views[side].fit();
     }
 
     show(side) {
@@ -65,9 +63,9 @@
       this.chosen = item;
       const partners = this.model.partnersOf(item);
       const other = this.views[this.model.other(view.graph).side];
+      Refold.showDetails(this, item); // first, because it takes room from the graphs
       this.bring(view, [item], item, []);
       this.bring(other, partners.slice(0, MOST_REVEALED), null, partners);
-      Refold.showDetails(this, item);
       if (scroll) byId("graph").scrollIntoView({ block: "start" });
       if (focus) view.focus(item);
       this.drawConnectors();
@@ -135,14 +133,15 @@
     showNamed(name) {
       const item = this.model.after.nodes.get(name) || this.model.before.nodes.get(name) || this.model.after.modules.get(name) || this.model.before.modules.get(name);
       if (item) this.choose(item, { scroll: true, focus: true });
-      else byId("status").textContent = `${name} is in neither graph.`;
+      else say(`${name} is in neither graph.`);
     }
 
-    showSite(site) {
+    showSite(site, number) {
       const after = site.after.map((name) => this.model.after.nodes.get(name)).find(Boolean);
       const before = site.before.map((name) => this.model.before.nodes.get(name)).find(Boolean);
       if (after || before) this.choose(after || before, { scroll: true, focus: true });
-      else byId("status").textContent = "A later step rewrote this place again, so its nodes are in neither graph.";
+      else if (this.model.steps[number].status === "kept") say("A later step rewrote this place again, so its nodes are in neither graph.");
+      else say("This was not kept, so its nodes are in neither graph.");
     }
 
     showCard(number) {
@@ -165,14 +164,15 @@
       const [left, right] = [before.canvas.getBoundingClientRect(), after.canvas.getBoundingClientRect()];
       if (!this.chosen || this.chosen.isGroup || right.left < left.right) return [];
       const ends = (view, frame) => [view.marks.selected, ...view.marks.linked].map((item) => item && view.element(item)?.getBoundingClientRect())
-        .filter((box) => box && box.bottom > frame.top && box.top < frame.bottom).map((box) => ({ box, y: (box.top + box.bottom) / 2 - host.top }));
+        .filter((box) => box && box.bottom > frame.top && box.top < frame.bottom && box.right > frame.left && box.left < frame.right);
       const hue = this.chosen.steps.size ? `hue-${[...this.chosen.steps][0] % 8}` : "";
       const lines = [];
       for (const from of ends(before, left)) for (const to of ends(after, right)) {
-        const x1 = Math.min(from.box.right, left.right) - host.left;
-        const x2 = Math.max(to.box.left, right.left) - host.left;
-        const bend = (x2 - x1) / 2;
-        lines.push(svg("path", { class: `connector ${hue}`, d: `M${x1} ${from.y}C${x1 + bend} ${from.y} ${x2 - bend} ${to.y} ${x2} ${to.y}` }));
+        // from below each origin, so that origins side by side keep lines of their own
+        const [x1, y1] = [Math.min((from.left + from.right) / 2, left.right) - host.left, from.bottom - host.top];
+        const [x2, y2] = [Math.max(to.left, right.left) - host.left, (to.top + to.bottom) / 2 - host.top];
+        const bend = Math.max(30, (x2 - x1) * 0.45);
+        lines.push(svg("path", { class: `connector ${hue}`, d: `M${x1} ${y1}C${x1} ${y1 + 70} ${x2 - bend} ${y2} ${x2} ${y2}` }));
       }
       return lines;
     }
@@ -183,18 +183,16 @@
       for (const view of Object.values(this.views)) {
         view.openChanges();
         view.draw();
-        view.fit();
       }
-      this.drawConnectors();
+      this.fit();
     }
 
     collapseAll() {
       for (const view of Object.values(this.views)) {
         view.collapseAll();
         view.draw();
-        view.fit();
       }
-      this.drawConnectors();
+      this.fit();
     }
 
     zoom(factor) {
@@ -210,8 +208,11 @@
       this.zoom(1 / 1.2);
     }
 
+    /** Both graphs in one zoom, so that they can be compared; a hidden one (clientWidth 0) has no say. */
     fit() {
-      for (const view of Object.values(this.views)) view.fit();
+      const views = Object.values(this.views);
+      const zoom = Math.min(...views.filter((view) => view.canvas.clientWidth).map((view) => view.fittingZoom()));
+      for (const view of views) view.fit(zoom);
       this.drawConnectors();
     }
 
@@ -228,32 +229,19 @@
     }
 
     nextTheme() {
-      const now = document.documentElement.dataset.theme || "auto";
-      setTheme(THEMES[(THEMES.indexOf(now) + 1) % THEMES.length]);
+      RefoldTheme.next();
     }
   }
 
-  function setTheme(theme) {
-    document.documentElement.dataset.theme = theme;
-    byId("theme").textContent = { auto: "◐", light: "☀", dark: "☾" }[theme];
-    byId("theme").title = `colours: ${theme} (t)`;
-    try {
-      localStorage.setItem("refold-theme", theme);
-    } catch {
-      // a page opened from a file may have no storage: the choice then lasts until it is closed
-    }
+  let silence = 0;
+
+  function say(sentence) {
+    byId("status").textContent = sentence;
+    clearTimeout(silence);
+    silence = setTimeout(() => byId("status").replaceChildren(), 5000);
   }
 
-  function savedTheme() {
-    try {
-      const theme = localStorage.getItem("refold-theme");
-      return THEMES.includes(theme) ? theme : "auto";
-    } catch {
-      return "auto";
-    }
-  }
-
-  setTheme(savedTheme());
+  RefoldTheme.apply();
   Refold.showSummary();
   Refold.showRewrites();
   Refold.fillHelp();

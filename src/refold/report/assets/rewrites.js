@@ -3,7 +3,7 @@
 
 (() => {
   const { data, el, byId, count, duration, error, times, verdict } = Refold;
-  const FIRST_ROWS = 8;
+  const FIRST_ROWS = 5;
   const STATUS_TONE = { kept: "good", "taken back": "warn", refused: "warn", "no match": "none" };
 
   function chip(text, tone = "plain") {
@@ -61,10 +61,9 @@
   function gain(step) {
     if (!step.gain) return null;
     const kind = verdict(step.gain);
-    const word = { faster: "faster", slower: "slower", same: "no measurable gain" }[kind];
     const tone = { faster: "good", slower: "bad", same: "none" }[kind];
     const spread = `between ${times(step.gain.low)} and ${times(step.gain.high)}`;
-    return el("div", { class: "fact" }, el("dt", {}, "Time"), el("dd", {}, chip(kind === "same" ? word : `${times(step.gain.median)} ${word}`, tone), el("span", { class: "quiet" }, ` ${spread}`)));
+    return el("div", { class: "fact" }, el("dt", {}, "Time"), el("dd", {}, chip({ faster: `${times(step.gain.median)} faster`, slower: `slower: ${times(step.gain.median)}`, same: "no measurable gain" }[kind], tone), el("span", { class: "quiet" }, ` ${spread}`)));
   }
 
   function exactness(step) {
@@ -102,9 +101,19 @@
     return byId("machine").append(el("dl", { class: "versions" }, rows.map(([name, version]) => el("div", {}, el("dt", {}, name), el("dd", {}, version)))));
   }
 
+  function unused(entries) {
+    const box = folded(`${count(entries.length, "transformation")} changed nothing`, () => el("div", { class: "cards" }, entries.map(([step, number]) => card(step, number))));
+    box.classList.add("unused");
+    return box;
+  }
+
   function showRewrites() {
-    if (data.steps.length) byId("cards").append(...data.steps.map(card));
-    else byId("cards").append(el("p", { class: "quiet" }, "No transformation was run."));
+    const cards = data.steps.map((step, number) => [step, number]);
+    const idle = cards.filter(([step]) => step.status === "no match" || step.status === "refused");
+    const busy = cards.filter((entry) => !idle.includes(entry));
+    byId("cards").append(...busy.map(([step, number]) => card(step, number)));
+    if (!busy.length) byId("cards").append(el("p", { class: "quiet" }, "No rewrite was made."));
+    if (idle.length) byId("rewrites").append(unused(idle));
     showExecutors();
     showMachine();
   }

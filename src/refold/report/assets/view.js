@@ -6,6 +6,7 @@
   const SHORT_TYPES = [["bfloat", "bf"], ["float", "f"], ["int", "i"], ["complex", "c"]];
   const MOST_VISIBLE = 1500; // above this, revealing one more node closes what is not on its way
   const ROUND = 7;
+  const SMALLEST_SHOWN = 0.5; // no name is shrunk below this to bring it into view
 
   function shortText(text, length) {
     return text.length <= length ? text : `${text.slice(0, length - 1)}…`;
@@ -89,8 +90,7 @@
 
     drawItem({ item, x, y, width, height }) {
       const open = item.isGroup && item.expanded;
-      const first = [...item.steps][0];
-      const classes = ["item", item.kind, open ? "open" : "", item.steps.size ? `changed hue-${first % 8}` : "", `op-${item.op || "group"}`];
+      const classes = ["item", item.kind, open ? "open" : "", item.steps.size ? `changed hue-${[...item.steps][0] % 8}` : "", `op-${item.op || "group"}`];
       const box = svg("g", {
         class: classes.filter(Boolean).join(" "), transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})`, tabindex: "-1", role: "treeitem",
         "aria-label": `${item.label}, ${secondLine(item)}`, "aria-expanded": item.isGroup ? String(open) : null,
@@ -99,7 +99,7 @@
       this.items.set(box, item);
       this.order.push(item);
       box.append(svg("rect", { class: "box", width, height, rx: ROUND }));
-      if (item.steps.size && !open) box.append(svg("rect", { class: "stripe", x: 0, y: 5, width: 3.5, height: height - 10, rx: 1.75 }));
+      if (item.steps.size && !item.isGroup) box.append(svg("rect", { class: "stripe", x: 0, y: 5, width: 3.5, height: height - 10, rx: 1.75 }));
       box.append(...this.drawText(item, open, width, height));
       if (open) box.append(this.drawInside(item, Refold.layoutOf(item)));
       return box;
@@ -112,7 +112,7 @@
       if (second && !open) parts.push(svg("text", { class: "quiet", x: left, y: 33 }, second));
       if (open) parts.unshift(svg("rect", { class: "head", width, height: 28, rx: ROUND }));
       if (item.isGroup) parts.push(svg("path", { class: "chevron", d: open ? "M10 11.5l4 4 4-4" : "M12 9.5l4 4-4 4" }));
-      if (item.steps.size) parts.push(badge(item, width));
+      parts.push(...badges(item, width));
       parts.push(svg("title", {}, fullName(item)));
       return parts;
     }
@@ -151,13 +151,18 @@
     }
 
     /** Open modules with changed nodes, outer ones first, until the drawing is full. */
-    openChanges(limit = 260) {
-      const queue = [this.graph.root];
+    openChanges(limit = 260, wholeLevels = false) {
+      let level = [this.graph.root];
       let visible = 0;
-      for (let i = 0; i < queue.length && visible < limit; i += 1) {
-        this.setOpen(queue[i], true);
-        visible += queue[i].children.length;
-        queue.push(...queue[i].children.filter((child) => child.isGroup && child.changed));
+      while (level.length) {
+        const more = level.reduce((sum, group) => sum + group.children.length, 0);
+        if (wholeLevels && visible && visible + more > limit) return;
+        for (const group of level) {
+          if (visible && visible + group.children.length > limit) return;
+          this.setOpen(group, true);
+          visible += group.children.length;
+        }
+        level = level.flatMap((group) => group.children.filter((child) => child.isGroup && child.changed));
       }
     }
 
@@ -189,19 +194,30 @@
       this.elements.get(item)?.focus({ preventScroll: true });
     }
 
-    /** Scroll the canvas (never the page) so that the middle of the items is in the middle of the view. */
-    show(items) {
+    /** The rectangle around items on the screen, or null where none is drawn. */
+    around(items) {
       const boxes = items.map((item) => this.elements.get(item)).filter(Boolean).map((box) => box.getBoundingClientRect());
-      if (!boxes.length) return;
+      if (!boxes.length) return null;
+      const side = (name, pick) => pick(...boxes.map((box) => box[name]));
+      return { top: side("top", Math.min), bottom: side("bottom", Math.max), left: side("left", Math.min), right: side("right", Math.max) };
+    }
+
+    /** Bring items into view: zoom out where they are too wide, then scroll the canvas (never the page). */
+    show(items) {
       const frame = this.canvas.getBoundingClientRect();
-      const top = Math.min(...boxes.map((box) => box.top));
-      const bottom = Math.min(Math.max(...boxes.map((box) => box.bottom)), top + frame.height);
-      const left = Math.min(...boxes.map((box) => box.left));
-      const right = Math.min(Math.max(...boxes.map((box) => box.right)), left + frame.width);
-      const inside = top >= frame.top && bottom <= frame.bottom && left >= frame.left && right <= frame.right;
+      let box = this.around(items);
+      if (!box || !frame.width) return;
+      const tooWide = (box.right - box.left + 24) / frame.width;
+      if (tooWide > 1) {
+        this.zoomBy(Math.max(1 / tooWide, SMALLEST_SHOWN / this.zoom));
+        box = this.around(items);
+      }
+      box.bottom = Math.min(box.bottom, box.top + frame.height);
+      box.right = Math.min(box.right, box.left + frame.width);
+      const inside = box.top >= frame.top && box.bottom <= frame.bottom && box.left >= frame.left && box.right <= frame.right;
       if (inside) return;
-      this.canvas.scrollTop += (top + bottom) / 2 - (frame.top + frame.bottom) / 2;
-      this.canvas.scrollLeft += (left + right) / 2 - (frame.left + frame.right) / 2;
+      this.canvas.scrollTop += (box.top + box.bottom) / 2 - (frame.top + frame.bottom) / 2;
+      this.canvas.scrollLeft += (box.left + box.right) / 2 - (frame.left + frame.right) / 2;
     }
 
     // ---- events
@@ -264,20 +280,29 @@
       this.canvas.scrollTop = ((top + y) * this.zoom) / old - y;
     }
 
-    fit() {
-      const room = this.canvas.clientWidth - 8;
-      this.zoom = Math.min(1, Math.max(0.45, room / this.size.width));
+    /** The zoom at which the whole width can be seen, within what can be read. */
+    fittingZoom() {
+      return Math.min(1, Math.max(0.45, (this.canvas.clientWidth - 8) / this.size.width));
+    }
+
+    fit(zoom = this.fittingZoom()) {
+      this.fitted = this.canvas.clientWidth > 0; // a hidden graph (the other tab of a phone) is fitted when it is shown
+      if (!this.fitted) return;
+      this.zoom = zoom;
       this.applyZoom();
-      this.canvas.scrollLeft = (this.size.width * this.zoom - room) / 2;
+      this.canvas.scrollLeft = (this.size.width * zoom - this.canvas.clientWidth) / 2;
     }
   }
 
-  function badge(item, width) {
-    const numbers = [...item.steps].sort((a, b) => a - b).map((step) => step + 1);
-    const text = numbers.length > 2 ? `${numbers[0]}+` : numbers.join(",");
-    const wide = 10 + text.length * 6.5;
-    return svg("g", { class: "badge", transform: `translate(${width - wide - 6} 6)` },
-      svg("rect", { width: wide, height: 15, rx: 7.5 }), svg("text", { x: wide / 2, y: 11 }, text));
+  /** The numbers of the rewrites, each in its colour; the last stands for all further ones. */
+  function badges(item, width) {
+    const steps = [...item.steps].sort((a, b) => a - b);
+    const shown = steps.slice(0, 3);
+    return shown.map((step, i) => {
+      const text = i === 2 && steps.length > 3 ? "…" : String(step + 1);
+      return svg("g", { class: `badge hue-${step % 8}`, transform: `translate(${width - 5 - 19 * (shown.length - i)} 6)` },
+        svg("rect", { width: 17, height: 15, rx: 7.5 }), svg("text", { x: 8.5, y: 11 }, text));
+    });
   }
 
   function fullName(item) {
