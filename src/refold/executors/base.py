@@ -1,0 +1,141 @@
+"""The interface of an executor, one way to run a module, and how executors are found: built-in or by entry points."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import RefoldError
+from .signature import PreparationFailed, Signature, UnsupportedInput, refuse_gradients
+from .tree import Layout
+
+ENTRY_POINT_GROUP = "refold.executors"
+
+
+class UnknownExecutor(RefoldError, KeyError):
+    """No executor has this name."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the sentence
+        return str(self.args[0]) if self.args else ""
+
+
+class Executor(ABC):
+    """Makes a callable out of a module that is called like it and returns what it returns.
+
+    The callable raises `UnsupportedInput`, before it computes, for an input that it was not built for.
+    """
+
+    name: str
+    follows_weights: bool = True
+    """Whether the callable sees weights that are changed in place after `prepare`."""
+
+    @abstractmethod
+    def available(self, device: torch.device) -> str | None:
+        """None where this executor can be used, else the reason why not."""
+
+    @abstractmethod
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """Build for this module and inputs like these; `PreparationFailed` says why it cannot be done."""
+
+    def __repr__(self) -> str:
+        return f"<executor {self.name}>"
+
+
+class Runner(ABC):
+    """A prepared callable: checks its input, then runs it without gradients."""
+
+    def __init__(self, signature: Signature, module: nn.Module) -> None:
+        self.signature = signature
+        self.weights = [*module.parameters(), *module.buffers()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = self.signature.tensors(args, kwargs)
+        refuse_gradients(tensors, self.weights)
+        with torch.no_grad():
+            return self.run(tensors)
+
+    @abstractmethod
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        """Compute the output from the checked tensors of the call."""
+
+
+def executors(device: torch.device | str | None = None) -> dict[str, Executor]:
+    """All executors by name, built-in ones first; with a device, only those that are available on it."""
+    found = {executor.name: executor for executor in _all()}
+    if device is None:
+        return found
+    place = torch.device(device)
+    return {name: executor for name, executor in found.items() if executor.available(place) is None}
+
+
+def executor_named(name: str) -> Executor:
+    """The executor of that name; a name that does not exist is refused with the names that do."""
+    found = executors()
+    if name not in found:
+        raise UnknownExecutor(f"There is no executor called {name!r}. There are: {', '.join(found)}.")
+    return found[name]
+
+
+def unavailable(device: torch.device | str) -> dict[str, str]:
+    """The executors that cannot be used on this device, each with the reason."""
+    place = torch.device(device)
+    reasons = {name: executor.available(place) for name, executor in executors().items()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _all() -> Iterator[Executor]:
+    from .builtin import BUILT_IN
+
+    yield from BUILT_IN
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        made = entry.load()
+        yield made() if isinstance(made, type) else made
+
+
+def refuse_training(module: nn.Module) -> None:
+    """Raise for a module whose output is random or that updates statistics: neither can be baked."""
+    stateful = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    for path, child in module.named_modules():
+        if child.training and isinstance(child, stateful):
+            raise PreparationFailed(
+                f"{path or 'the module'} ({type(child).__name__}) is in training mode, and this executor is for "
+                "inference. Call .eval() first."
+            )
+
+
+def run_example(module: nn.Module, layout: Layout, tensors: list[torch.Tensor]) -> Any:
+    """Run the module once, and refuse one that writes into its input or its weights: a baked copy would not."""
+    watched = [*tensors, *module.parameters(), *module.buffers()]
+    versions = [tensor._version for tensor in watched]
+    args, kwargs = layout.fill(tensors)
+    with torch.no_grad():
+        output = module(*args, **kwargs)
+    if versions != [tensor._version for tensor in watched]:
+        raise PreparationFailed("The module writes into its input, or into a weight or buffer, when it is called.")
+    return output
+
+
+def first_line(error: BaseException) -> str:
+    """The error's type and the first line of what it says, for use inside a sentence."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+__all__ = [
+    "Executor",
+    "PreparationFailed",
+    "Runner",
+    "UnknownExecutor",
+    "UnsupportedInput",
+    "executor_named",
+    "executors",
+    "first_line",
+    "refuse_training",
+    "run_example",
+    "unavailable",
+]

@@ -1,0 +1,151 @@
+"""torch.compile with the settings that help: inductor's modes, and weights frozen into the code."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch import nn
+
+from .base import Executor, PreparationFailed, Runner, first_line, refuse_training
+from .signature import Signature, example
+from .tree import Layout, map_tensors
+
+_numbers = itertools.count()
+
+
+class _Inductor(Executor):
+    """What the executors of this file share: a name, the device they are for, and inductor's settings."""
+
+    def __init__(
+        self, name: str, *, device: str | None = None, mode: str | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.mode = mode
+        self.options = options
+
+    def available(self, device: torch.device) -> str | None:
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return "there is no CUDA device"
+        if self.device not in (None, device.type):
+            return f"{self.name} is for {self.device}, not for {device.type}"
+        return None
+
+
+class Compile(_Inductor):
+    """`torch.compile` of the module, guards and all: it follows the weights and gives gradients."""
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        signature, layout, tensors = example(args, kwargs)
+        compiled = torch.compile(_own_code(module), dynamic=False, mode=self.mode, options=self.options)
+        # Inductor's own CUDA graphs write every output into the same memory again.
+        runner = CompiledRunner(signature, compiled, reuses_outputs=self.mode in ("reduce-overhead", "max-autotune"))
+        example_args, example_kwargs = layout.fill(tensors)
+        with torch.no_grad(), _failures_named(self.name):
+            runner(*example_args, **example_kwargs)
+        return runner
+
+
+class CompiledRunner:
+    """Checks the input, since another shape would start a compilation in the middle of a call."""
+
+    def __init__(self, signature: Signature, compiled: Callable[..., Any], *, reuses_outputs: bool) -> None:
+        self.signature = signature
+        self.compiled = compiled
+        self.reuses_outputs = reuses_outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = self.signature.tensors(args, kwargs)
+        output = self.compiled(*args, **kwargs)
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        return map_tensors(torch.clone, output) if self.reuses_outputs and on_gpu else output
+
+
+class Freeze(_Inductor):
+    """Inductor with the weights as constants: packed for the matrix kernels, folded, laid out for convolutions.
+
+    The input is checked here, so dynamo's guards, which walk over all weights at every call, are left out.
+    """
+
+    follows_weights = False
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        refuse_training(module)
+        signature, layout, tensors = example(args, kwargs)
+        options = {**(self.options or {}), "freezing": True, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        # fullgraph: without guards, code that other modules share must never be compiled on its own.
+        compiled = torch.compile(_own_code(module), fullgraph=True, dynamic=False, options=options)
+        runner = FrozenRunner(signature, module, compiled, layout, tensors)
+        with torch.no_grad(), _failures_named(self.name), _weights_as_constants():
+            runner.run(tensors)
+        return runner
+
+
+class FrozenRunner(Runner):
+    """Calls code that trusts its input, so the strides are made those of the example first."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        module: nn.Module,
+        compiled: Callable[..., Any],
+        layout: Layout,
+        tensors: list[torch.Tensor],
+    ) -> None:
+        super().__init__(signature, module)
+        self.compiled = compiled
+        self.layout = layout
+        self.strides = [tensor.stride() for tensor in tensors]
+
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        laid_out = [_restride(tensor, stride) for tensor, stride in zip(tensors, self.strides, strict=True)]
+        args, kwargs = self.layout.fill(laid_out)
+        return self.compiled(*args, **kwargs)
+
+
+def _restride(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _own_code(module: nn.Module) -> Callable[..., Any]:
+    """A function that calls the module, with a code object of its own.
+
+    Dynamo keeps what it compiled with the code object, which all instances of a class share. Without guards, the frozen
+    weights of one would answer for another; with them, settings given later would be ignored.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    name = f"refold_call_{next(_numbers)}"
+    return types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__)
+
+
+@contextmanager
+def _weights_as_constants() -> Iterator[None]:
+    """Tell dynamo, which does not see inductor's options, to hand the weights over as constants.
+
+    The only private name that the executors need besides pytree: there is no public switch.
+    """
+    import torch._inductor.config as inductor
+
+    with inductor.patch(freezing=True):
+        yield
+
+
+@contextmanager
+def _failures_named(name: str) -> Iterator[None]:
+    """Autotuning talks on stderr; the library does not. What fails is said with the executor's name."""
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    except Exception as error:
+        raise PreparationFailed(f"{name} cannot compile this module: {first_line(error)}.") from error

@@ -1,0 +1,104 @@
+"""What an engine outside Python needs: an exported program of tensors only, and how to build the outputs again."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .base import PreparationFailed, first_line, run_example
+from .signature import Signature, example
+from .tree import FlatModule, Layout
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How the outputs of a call are made of what the engine computes.
+
+    `sources` says for each tensor among the outputs which computed one it is, or (negative, counted from −1) which
+    input: engines lose track of outputs that are one and the same value, or that are an input.
+    """
+
+    layout: Layout
+    sources: tuple[int, ...]
+    shapes: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    def fresh(self) -> list[torch.Tensor]:
+        """New memory at every call: what was returned before is never overwritten."""
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in self.shapes]
+
+    def build(self, computed: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+        return self.layout.fill(computed[source] if source >= 0 else inputs[-1 - source] for source in self.sources)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """An exported program, the example inputs it was made with, and the values it must compute from them."""
+
+    signature: Signature
+    exported: torch.export.ExportedProgram
+    tensors: list[torch.Tensor]
+    expected: list[torch.Tensor]
+    outputs: Outputs
+
+    def unwritten(self) -> list[torch.Tensor]:
+        """Output memory for the check: what the engine fails to write stays NaN."""
+        return [torch.full_like(value, torch.nan if value.is_floating_point() else 1) for value in self.expected]
+
+    def check(self, computed: list[torch.Tensor]) -> None:
+        """Refuse an engine whose outputs are mixed up or missing; how exact they are is for `verify` to say.
+
+        Half of the digits must agree: the relative error is at most √ε.
+        """
+        for index, (mine, its) in enumerate(zip(self.expected, computed, strict=True)):
+            if not mine.is_floating_point():
+                continue
+            if not torch.equal(torch.isfinite(mine), torch.isfinite(its)):
+                raise PreparationFailed(f"The engine has NaN or infinity elsewhere in output {index} than the module.")
+            finite = torch.isfinite(mine)
+            error = torch.linalg.vector_norm((its - mine)[finite].double())
+            if error > torch.finfo(mine.dtype).eps ** 0.5 * torch.linalg.vector_norm(mine[finite].double()):
+                raise PreparationFailed(f"The engine computes something else than the module in output {index}.")
+
+
+def plan_for_engine(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], engine: str, types: frozenset[torch.dtype]
+) -> EnginePlan:
+    """Export the module for an engine that knows these types."""
+    signature, inputs, tensors = example(args, kwargs)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layout, outputs = Layout.of(run_example(module, inputs, tensors))
+        _refuse_types([*tensors, *outputs], engine, types)
+        sources, kept = _sources(outputs, tensors)
+        if not kept or not tensors:
+            raise PreparationFailed(f"{engine} has nothing to compute: no tensor goes in, or none comes out.")
+        try:
+            exported = torch.export.export(FlatModule(module, inputs, kept), tuple(tensors), strict=False)
+        except Exception as error:
+            raise PreparationFailed(f"{engine} needs torch.export, which failed: {first_line(error)}.") from error
+    expected = [outputs[index].detach().clone() for index in kept]
+    shapes = tuple((value.shape, value.dtype) for value in expected)
+    return EnginePlan(signature, exported, tensors, expected, Outputs(layout, sources, shapes))
+
+
+def _sources(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where each output comes from, and which outputs an engine has to compute: each value once, and no input."""
+    sources: list[int] = []
+    kept: list[int] = []
+    known = {id(tensor): -1 - index for index, tensor in enumerate(inputs)}
+    for index, output in enumerate(outputs):
+        if id(output) not in known:
+            known[id(output)] = len(kept)
+            kept.append(index)
+        sources.append(known[id(output)])
+    return tuple(sources), tuple(kept)
+
+
+def _refuse_types(tensors: list[torch.Tensor], engine: str, types: frozenset[torch.dtype]) -> None:
+    for tensor in tensors:
+        if tensor.dtype not in types or tensor.device.type != "cpu":
+            raise PreparationFailed(f"{engine} takes no {tensor.dtype} tensor on {tensor.device}.")

@@ -1,0 +1,134 @@
+"""ONNX Runtime, where it is installed: the module exported to ONNX and run by its CPU kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .base import Executor, PreparationFailed, Runner, first_line, refuse_training
+from .engine import EnginePlan, plan_for_engine
+
+_TYPES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+
+
+class OnnxRuntime(Executor):
+    name = "onnxruntime"
+    follows_weights = False
+
+    def available(self, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"onnxruntime is used on CPU only, not on {device.type}"
+        for package in ("onnxruntime", "onnxscript"):
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed (pip install 'refold[onnxruntime]')"
+        return None
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        refuse_training(module)
+        plan = plan_for_engine(module, args, kwargs, self.name, frozenset(_TYPES))
+        try:
+            with tempfile.TemporaryDirectory(prefix="refold-onnx-") as folder:
+                session = _session(_export(plan, Path(folder)))
+            runner = SessionRunner(plan, module, session)
+            plan.check(runner.compute(plan.tensors, plan.unwritten()))
+        except PreparationFailed:
+            raise
+        except Exception as error:
+            raise PreparationFailed(f"onnxruntime cannot run this module: {first_line(error)}.") from error
+        return runner
+
+
+class SessionRunner(Runner):
+    """Binds the memory of the caller's tensors and of fresh outputs: nothing is copied."""
+
+    def __init__(self, plan: EnginePlan, module: nn.Module, session: Any) -> None:
+        super().__init__(plan.signature, module)
+        self.outputs = plan.outputs
+        self.session = session
+        names = {node.name for node in session.get_inputs()}
+        self.used = [index for index in range(len(plan.tensors)) if _input_name(index) in names]
+
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        return self.outputs.build(self.compute(tensors, self.outputs.fresh()), tensors)
+
+    def compute(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+        binding = self.session.io_binding()
+        held = [tensors[index].contiguous() for index in self.used]
+        for index, tensor in zip(self.used, held, strict=True):
+            _bind(binding.bind_input, _input_name(index), tensor)
+        for index, tensor in enumerate(results):
+            _bind(binding.bind_output, _output_name(index), tensor)
+        self.session.run_with_iobinding(binding)
+        return results
+
+
+def _bind(bind: Callable[..., None], name: str, tensor: torch.Tensor) -> None:
+    bind(name, "cpu", 0, _TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+
+
+def _input_name(index: int) -> str:
+    return f"input_{index}"
+
+
+def _output_name(index: int) -> str:
+    return f"output_{index}"
+
+
+def _export(plan: EnginePlan, folder: Path) -> Path:
+    path = folder / "module.onnx"
+    with _silent():
+        program = torch.onnx.export(
+            plan.exported,
+            (),
+            dynamo=True,
+            verbose=False,
+            input_names=[_input_name(index) for index in range(len(plan.tensors))],
+            output_names=[_output_name(index) for index in range(len(plan.expected))],
+        )
+        assert program is not None
+        program.save(str(path), external_data=True)
+    return path
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """The exporter talks on stdout, in warnings and in its log; the library does not."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _session(path: Path) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,124 @@
+"""The inputs that a prepared callable was built for, and the sentence that says how another input differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import RefoldError
+from .tree import Layout, Structure, flatten
+
+_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+TensorKey = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class UnsupportedInput(RefoldError):
+    """A prepared callable was given an input it was not built for. Raised before anything is computed."""
+
+
+class PreparationFailed(RefoldError):
+    """An executor cannot run this module."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Structure, constants, shapes, dtypes, devices and autocast state of a call."""
+
+    structure: Structure
+    leaves: tuple[Any, ...]
+    places: tuple[int, ...]
+    autocast: tuple[bool, ...]
+    positional: int
+    names: tuple[str, ...]
+    is_flat: bool
+    """Every argument is a leaf, so that the leaves can be had without walking the structure."""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        leaves, structure = flatten((args, kwargs))
+        for leaf in leaves:
+            _refuse_opaque(leaf)
+        places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        keys = tuple(_key(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        given = [*args, *kwargs.values()]
+        is_flat = len(given) == len(leaves) and all(a is b for a, b in zip(given, leaves, strict=True))
+        return cls(structure, keys, places, autocast_state(), len(args), tuple(kwargs), is_flat)
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call in order, after checking that it is the call this was made of."""
+        leaves = self._leaves(args, kwargs)
+        for leaf, built_for in zip(leaves, self.leaves, strict=True):
+            if not _same(leaf, built_for):
+                raise UnsupportedInput(f"It was built for {_describe(built_for)} and was given {_describe(leaf)}.")
+        if autocast_state() != self.autocast:
+            raise UnsupportedInput("Autocast is switched otherwise than when it was built.")
+        return [leaves[place] for place in self.places]
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        if len(args) != self.positional or kwargs.keys() != set(self.names):
+            raise UnsupportedInput(f"It was built for {self._call()} and was called with {_call(len(args), kwargs)}.")
+        ordered = {name: kwargs[name] for name in self.names}
+        if self.is_flat:
+            return [*args, *ordered.values()]
+        leaves, structure = flatten((args, ordered))
+        if structure != self.structure:
+            raise UnsupportedInput(f"An argument is nested otherwise: {structure} instead of {self.structure}.")
+        return leaves
+
+    def _call(self) -> str:
+        return _call(self.positional, self.names)
+
+
+def example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Layout, list[torch.Tensor]]:
+    """The signature of an example call, its layout, and copies of its tensors.
+
+    Copies, because a compiler that sees one tensor twice builds for inputs that are one and the same.
+    """
+    signature = Signature.of(args, kwargs)
+    layout, tensors = Layout.of((args, kwargs))
+    return signature, layout, [tensor.detach().clone() for tensor in tensors]
+
+
+def autocast_state() -> tuple[bool, ...]:
+    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+def refuse_gradients(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+    """Raise where the caller expects gradients, which a callable built for inference cannot give."""
+    if not torch.is_grad_enabled():
+        return
+    if any(tensor.requires_grad for tensor in tensors) or any(weight.requires_grad for weight in weights):
+        raise UnsupportedInput("It was built for inference and gradients are asked for. Call it under torch.no_grad().")
+
+
+def _call(positional: int, names: Iterable[str]) -> str:
+    return " and ".join([f"{positional} positional arguments", *names])
+
+
+def _refuse_opaque(leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter):
+        return
+    if not isinstance(leaf, _CONSTANTS):
+        raise PreparationFailed(f"A {type(leaf).__name__} among the arguments can be neither a tensor nor a constant.")
+
+
+def _key(tensor: torch.Tensor) -> TensorKey:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _same(leaf: Any, built_for: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return type(leaf) in (torch.Tensor, torch.nn.Parameter) and _key(leaf) == built_for
+    return type(leaf) is type(built_for) and leaf == built_for
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        leaf = _key(leaf)
+    if isinstance(leaf, tuple):
+        shape, dtype, device = leaf
+        return f"a {dtype} tensor of shape {tuple(shape)} on {device}"
+    return repr(leaf)

@@ -1,0 +1,346 @@
+"""Every executor: same values, same structure, refuses what it was not built for, never overwrites a result."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from refold.executors import (
+    CudaGraph,
+    Executor,
+    Freeze,
+    Plain,
+    PreparationFailed,
+    UnknownExecutor,
+    UnsupportedInput,
+    executor_named,
+    executors,
+    unavailable,
+)
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+PAIRS = [(name, device) for device in DEVICES for name in executors()]
+
+
+class Net(nn.Module):
+    """Nested inputs and outputs, a constant argument, an unused input, an output that is an input, one given twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+        self.norm.running_mean.normal_()
+        self.norm.running_var.uniform_(0.5, 1.5)
+
+    def forward(self, x: Any, image: Any, unused: Any = None, *, scale: float = 2.0) -> dict[str, Any]:
+        y = torch.relu(self.linear(x["value"])) * scale
+        return {"y": y, "pair": (self.norm(self.conv(image)), None, 3), "again": [y], "x": x["value"]}
+
+
+def example(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x = {"value": torch.randn(4, 16, device=device)}
+    image = torch.randn(2, 3, 8, 8, device=device)
+    return (x,), {"image": image, "unused": torch.ones(3, device=device), "scale": 3.0}
+
+
+@dataclass
+class Prepared:
+    executor: Executor
+    module: Net
+    reference: Net
+    call: Any
+    device: str
+
+    def compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.no_grad():
+            want = copy.deepcopy(self.reference).double()(*_to_double(args), **_to_double(kwargs))
+            eager = self.reference(*args, **kwargs)
+            got = self.call(*args, **kwargs)
+        assert got["pair"][1:] == (None, 3) and list(got) == ["y", "pair", "again", "x"]
+        assert torch.equal(got["x"], args[0]["value"])
+        assert torch.equal(got["again"][0], got["y"])
+        for pick in (lambda o: o["y"], lambda o: o["pair"][0]):
+            own = (pick(eager).double() - pick(want)).abs().max()
+            error = (pick(got).double() - pick(want)).abs().max()
+            rounding = torch.finfo(torch.float32).eps * pick(want).abs().max()
+            # A sum of 27 products in another order: its error bound is the number of terms times one rounding.
+            assert error <= own + 32 * rounding, self.executor.name
+            assert pick(got).dtype is pick(eager).dtype and pick(got).shape == pick(eager).shape
+
+
+def _to_double(value: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.double, value)
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def prepared(request: pytest.FixtureRequest) -> Prepared:
+    name, device = request.param
+    executor = executor_named(name)
+    reason = executor.available(torch.device(device))
+    if reason is not None:
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    module = Net().eval().to(device)
+    reference = copy.deepcopy(module)
+    args, kwargs = example(device)
+    return Prepared(executor, module, reference, executor.prepare(module, args, kwargs), device)
+
+
+def test_same_values_and_structure_on_new_inputs(prepared: Prepared):
+    for _ in range(3):
+        prepared.compare(*example(prepared.device))
+
+
+def test_keyword_order_and_strides_do_not_matter(prepared: Prepared):
+    args, kwargs = example(prepared.device)
+    turned = dict(reversed(kwargs.items()))
+    turned["image"] = turned["image"].to(memory_format=torch.channels_last)
+    turned["unused"] = torch.ones(6, device=prepared.device)[::2]
+    args = ({"value": torch.randn(16, 4, device=prepared.device).t()},)
+    prepared.compare(args, turned)
+
+
+def test_a_result_is_not_overwritten_by_the_next_call(prepared: Prepared):
+    args, kwargs = example(prepared.device)
+    with torch.no_grad():
+        first = prepared.call(*args, **kwargs)
+        kept = copy.deepcopy(first)
+        prepared.call(*example(prepared.device)[0], **example(prepared.device)[1])
+    assert torch.equal(first["y"], kept["y"])
+    assert torch.equal(first["pair"][0], kept["pair"][0])
+
+
+def test_what_it_was_not_built_for_is_refused(prepared: Prepared):
+    if prepared.executor.name == "plain":
+        pytest.skip("the plain module takes what it takes")
+    args, kwargs = example(prepared.device)
+    value = args[0]["value"]
+    others: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        (({"value": torch.randn(5, 16, device=prepared.device)},), kwargs),
+        (({"value": value.double()},), kwargs),
+        (({"value": value.to("meta")},), kwargs),
+        (({"other": value},), kwargs),
+        ((value,), kwargs),
+        (args, kwargs | {"scale": 2.0}),
+        (args, kwargs | {"scale": 3}),
+        (args, kwargs | {"extra": value}),
+        (args, {name: kwargs[name] for name in ("image", "unused")}),
+        ((), kwargs | {"x": args[0]}),
+    ]
+    for other_args, other_kwargs in others:
+        with torch.no_grad(), pytest.raises(UnsupportedInput):
+            prepared.call(*other_args, **other_kwargs)
+    with torch.no_grad(), torch.autocast(prepared.device, dtype=torch.bfloat16), pytest.raises(UnsupportedInput):
+        prepared.call(*args, **kwargs)
+
+
+def test_gradients_are_given_or_refused(prepared: Prepared):
+    args, kwargs = example(prepared.device)
+    args[0]["value"].requires_grad_()
+    if prepared.executor.name == "plain" or (prepared.executor.name.startswith("compile") and _follows_only(prepared)):
+        prepared.call(*args, **kwargs)["y"].sum().backward()
+        assert args[0]["value"].grad is not None and args[0]["value"].grad.abs().sum() > 0
+        return
+    with pytest.raises(UnsupportedInput, match="gradients"):
+        prepared.call(*args, **kwargs)
+
+
+def _follows_only(prepared: Prepared) -> bool:
+    return prepared.executor.follows_weights and "graph" not in prepared.executor.name
+
+
+def test_says_the_truth_about_following_weights(prepared: Prepared):
+    args, kwargs = example(prepared.device)
+    weights = prepared.module.linear.weight
+    with torch.no_grad():
+        before = prepared.call(*args, **kwargs)["y"].clone()
+        weights.mul_(2)
+        after = prepared.call(*args, **kwargs)["y"]
+        weights.div_(2)
+    assert torch.equal(before, after) is not prepared.executor.follows_weights
+
+
+def test_two_modules_of_one_class_keep_their_own_weights():
+    """Dynamo keeps compiled code with the class's code object: without guards, one module would answer for another."""
+    freeze = executor_named("compile-freezing")
+    x = torch.randn(2, 4)
+    modules = [nn.Linear(4, 4) for _ in range(2)]
+    calls = [freeze.prepare(module, (x,), {}) for module in modules]
+    with torch.no_grad():
+        for module, call in zip(modules, calls, strict=True):
+            assert torch.allclose(call(x), x @ module.weight.t() + module.bias, atol=1e-6)
+        assert not torch.equal(calls[0](x), calls[1](x))
+
+
+def test_one_tensor_given_twice_does_not_mean_that_both_are_one():
+    class Difference(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a - 2 * b
+
+    same = torch.ones(3)
+    for name, executor in executors("cpu").items():
+        call = executor.prepare(Difference(), (same, same), {})
+        with torch.no_grad():
+            assert torch.equal(call(torch.zeros(3), same), torch.full((3,), -2.0)), name
+
+
+def test_a_training_module_is_refused_by_those_that_bake():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).train()
+    for name, executor in executors("cpu").items():
+        if executor.follows_weights:
+            continue
+        with pytest.raises(PreparationFailed, match="training"):
+            executor.prepare(module, (torch.ones(1, 2),), {})
+        assert name
+
+
+def test_a_module_that_writes_into_its_input_is_refused_by_engines():
+    class Writes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x * 2
+
+    for name in ("onnxruntime", "openvino"):
+        executor = executor_named(name)
+        if executor.available(torch.device("cpu")):
+            pytest.skip(f"{name}: {executor.available(torch.device('cpu'))}")
+        with pytest.raises(PreparationFailed, match="writes"):
+            executor.prepare(Writes(), (torch.ones(2),), {})
+
+
+def test_arguments_that_are_neither_tensors_nor_constants_are_refused():
+    class Opaque:
+        pass
+
+    class Takes(nn.Module):
+        def forward(self, x: torch.Tensor, y: Any) -> torch.Tensor:
+            return x + 1
+
+    with pytest.raises(PreparationFailed, match="Opaque"):
+        executor_named("compile").prepare(Takes(), (torch.ones(1), Opaque()), {})
+
+
+def test_module_that_cannot_be_compiled_says_so():
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if x.sum().item() > 0 else x - 1
+
+    with pytest.raises(PreparationFailed, match="compile-freezing"):
+        executor_named("compile-freezing").prepare(Branches(), (torch.ones(2),), {})
+
+
+def test_names_reasons_and_discovery(monkeypatch: pytest.MonkeyPatch):
+    assert next(iter(executors())) == "plain"
+    assert all(unavailable("cpu")[name] for name in ("cuda-graph", "compile+cuda-graph"))
+    assert set(executors("cpu")) | set(unavailable("cpu")) == set(executors())
+    with pytest.raises(UnknownExecutor, match="plain"):
+        executor_named("nonsense")
+
+    class Mine(Plain):
+        name = "mine"
+
+    class Entry:
+        def load(self) -> type[Executor]:
+            return Mine
+
+    monkeypatch.setattr("refold.executors.base.entry_points", lambda group: [Entry()] if "executors" in group else [])
+    assert isinstance(executor_named("mine"), Mine)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name in ("onnxruntime", "openvino"):
+        assert f"pip install 'refold[{name}]'" in (executor_named(name).available(torch.device("cpu")) or "")
+    assert importlib.metadata  # the real module is untouched
+
+
+def test_model_outputs_keep_their_class():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    model = transformers.BertModel(config).eval()
+    inputs = {"input_ids": torch.randint(0, 50, (1, 7))}
+    with torch.no_grad():
+        want = copy.deepcopy(model)(**inputs)
+        for name in ("compile-freezing", "onnxruntime", "openvino"):
+            executor = executor_named(name)
+            if executor.available(torch.device("cpu")) is not None:
+                continue
+            got = executor.prepare(model, (), inputs)(**inputs)
+            assert type(got) is type(want) and list(got) == list(want), name
+            assert torch.allclose(got.last_hidden_state, want.last_hidden_state, atol=1e-5), name
+
+
+def test_frozen_options_reach_inductor():
+    with pytest.raises(Exception, match="nonsense_option"):
+        Freeze("x", options={"nonsense_option": 1}).prepare(nn.Linear(2, 2), (torch.ones(1, 2),), {})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestCudaGraph:
+    def test_new_shapes_are_captured_and_the_oldest_forgotten(self):
+        module = nn.Linear(8, 8).cuda().eval()
+        executor = CudaGraph("capture", new_shapes="capture", max_shapes=2)
+        call = executor.prepare(module, (torch.randn(1, 8, device="cuda"),), {})
+        with torch.no_grad():
+            for rows in (1, 2, 3, 1, 2, 3):
+                x = torch.randn(rows, 8, device="cuda")
+                assert torch.equal(call(x), module(x))
+        assert len(call.graphs) == 2
+
+    def test_new_shapes_run_eagerly_where_asked(self):
+        module = nn.Linear(8, 8).cuda().eval()
+        call = CudaGraph("eager", new_shapes="eager").prepare(module, (torch.randn(1, 8, device="cuda"),), {})
+        x = torch.randn(5, 8, device="cuda")
+        with torch.no_grad():
+            assert torch.equal(call(x), module(x))
+        assert len(call.graphs) == 1
+
+    def test_buffers_are_handed_out_only_on_request(self):
+        module = nn.Linear(8, 8).cuda().eval()
+        call = CudaGraph("shared", clone_outputs=False).prepare(module, (torch.randn(1, 8, device="cuda"),), {})
+        with torch.no_grad():
+            first = call(torch.ones(1, 8, device="cuda"))
+            second = call(torch.zeros(1, 8, device="cuda"))
+        assert first.data_ptr() == second.data_ptr()
+
+    def test_what_cannot_be_captured_is_refused(self):
+        class Looks(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + 1 if x.sum().item() > 0 else x
+
+        class Writes(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x.add_(1)
+
+        class ToHost(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.ones(2)
+
+        for module in (Looks(), Writes(), ToHost()):
+            with pytest.raises(PreparationFailed):
+                CudaGraph().prepare(module, (torch.ones(2, device="cuda"),), {})
+
+    def test_two_streams_do_not_mix_their_results(self):
+        module = nn.Linear(512, 512).cuda().eval()
+        call = CudaGraph().prepare(module, (torch.randn(64, 512, device="cuda"),), {})
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        inputs = [torch.randn(64, 512, device="cuda") for _ in range(20)]
+        torch.cuda.synchronize()
+        outputs = []
+        with torch.no_grad():
+            for index, x in enumerate(inputs):
+                with torch.cuda.stream(streams[index % 2]):
+                    outputs.append(call(x))
+            torch.cuda.synchronize()
+            for x, y in zip(inputs, outputs, strict=True):
+                assert torch.equal(y, module(x))

@@ -1,0 +1,212 @@
+"""Timing: what is really faster is called faster, what is the same is not, and the numbers add up."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from refold.measure import (
+    Measurement,
+    MeasurementFailed,
+    Timing,
+    measure,
+    measure_many,
+    median_interval,
+    rounds_needed,
+)
+
+
+def sleeper(seconds: float):
+    """A contender whose time does not depend on how busy the machine is."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(seconds)
+        return x
+
+    return call
+
+
+X = torch.ones(1)
+
+
+def test_what_is_faster_is_called_faster():
+    result = measure(sleeper(0.004), sleeper(0.001), X, repeats=12)
+    assert result.faster and not result.slower
+    low, high = result.interval
+    assert 1 < low <= result.ratio <= high
+    assert result.verdict == "faster"
+
+
+def test_what_is_slower_is_called_slower():
+    result = measure(sleeper(0.001), sleeper(0.004), X, repeats=12)
+    assert result.slower and not result.faster
+    assert result.ratio < 1
+
+
+def test_too_few_rounds_decide_nothing():
+    result = measure(sleeper(0.001), sleeper(0.005), X, repeats=3)
+    assert result.interval == (0.0, math.inf)
+    assert not result.faster and not result.slower
+
+
+def test_false_alarms_are_as_rare_as_promised():
+    """2,000 comparisons of one noisy, drifting thing with itself: at most the promised share is called a difference."""
+    draw = random.Random(0)
+    confidence, alarms, trials = 0.95, 0, 2000
+    for _ in range(trials):
+        drift = [1 + 0.5 * math.sin(round_ / 5) for round_ in range(31)]
+        a, b = ([d * draw.lognormvariate(0, 0.1) for d in drift] for _ in range(2))
+        result = Measurement(Timing("a", tuple(a), 0), Timing("b", tuple(b), 0), "cpu", 1, confidence)
+        alarms += result.faster or result.slower
+    # Three standard deviations of a binomial above the promised share.
+    promised = trials * (1 - confidence)
+    assert alarms <= promised + 3 * math.sqrt(promised)
+
+
+def test_a_small_difference_is_seen_through_a_large_drift():
+    """The pairing at work: 3 % under a drift of ±50 %, which the two medians alone would not show."""
+    draw = random.Random(1)
+    drift = [1 + 0.5 * math.sin(round_) for round_ in range(60)]
+    a = tuple(1.03 * d * draw.lognormvariate(0, 0.01) for d in drift)
+    b = tuple(d * draw.lognormvariate(0, 0.01) for d in drift)
+    result = Measurement(Timing("a", a, 0), Timing("b", b, 0), "cpu", 1)
+    assert result.faster
+    assert max(b) > 2 * min(b)
+
+
+@pytest.mark.parametrize("count", [8, 9, 20, 101])
+def test_interval_is_the_inverted_sign_test(count: int):
+    """Coverage counted over all 2^n sign patterns is what the binomial says: at least the confidence, and not idle."""
+    values = list(range(count))
+    low, high = median_interval([float(v) for v in values], 0.99)
+    k = values.index(int(low)) + 1
+    assert high == values[-k]
+    outside = 2 * sum(math.comb(count, i) for i in range(k)) / 2**count
+    one_more = outside + 2 * math.comb(count, k) / 2**count
+    assert outside <= 0.01 < one_more
+
+
+def test_rounds_needed_is_the_first_that_can_decide():
+    for confidence in (0.9, 0.95, 0.99, 0.999):
+        needed = rounds_needed(confidence)
+        assert median_interval([2.0] * needed, confidence) == (2.0, 2.0)
+        assert median_interval([2.0] * (needed - 1), confidence) == (0.0, math.inf)
+
+
+def test_order_alternates_and_every_contender_runs_in_every_round():
+    seen: list[str] = []
+
+    def contender(name: str):
+        def call(x: torch.Tensor) -> None:
+            seen.append(name)
+            time.sleep(0.06)  # long enough to be called once a round, without an untimed call before
+
+        return call
+
+    measure_many({"a": contender("a"), "b": contender("b"), "c": contender("c")}, X, repeats=4)
+    rounds = ["".join(seen[-12:][i : i + 3]) for i in range(0, 12, 3)]
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert rounds[0] == rounds[1][::-1] and rounds[2] == rounds[3][::-1] and rounds[0] != rounds[2]
+
+
+def test_hopeless_contenders_leave_early_and_kept_ones_stay():
+    contenders = {"fast": sleeper(0.001), "slow": sleeper(0.006), "baseline": sleeper(0.006)}
+    result = measure_many(contenders, X, repeats=20, baseline="baseline")
+    assert result.best == "fast"
+    assert result.timings["slow"].dropped
+    assert len(result.timings["slow"].seconds) == rounds_needed(0.95, 3)
+    assert len(result.timings["baseline"].seconds) == len(result.timings["fast"].seconds) == 20
+    assert result.speedup("fast") > 2 > result.speedup("slow")
+
+
+def test_a_contender_that_fails_is_reported_and_the_others_are_measured():
+    def broken(x: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    result = measure_many({"good": sleeper(0.001), "broken": broken}, X, repeats=2)
+    assert result.failed == {"broken": "ValueError: no"}
+    assert list(result.timings) == ["good"]
+    assert "broken" in str(result)
+    with pytest.raises(MeasurementFailed, match="ValueError: no"):
+        measure(sleeper(0.001), broken, X, repeats=2)
+    with pytest.raises(MeasurementFailed):
+        measure_many({"broken": broken}, X)
+
+
+def test_time_budget_is_kept():
+    start = time.perf_counter()
+    result = measure(sleeper(0.06), sleeper(0.06), X, time_budget=0.7)
+    assert time.perf_counter() - start < 0.7 + 12 * 0.07  # warming up and the memory probe come on top
+    assert 2 <= len(result.ratios) <= 6
+
+
+def test_inputs_as_dict_tuple_or_tensor():
+    linear = nn.Linear(3, 3)
+    x = torch.ones(2, 3)
+    for inputs in ({"input": x}, (x,), x):
+        result = measure(linear, linear, inputs, repeats=2)
+        assert len(result.a.seconds) == 2 and all(value > 0 for value in result.a.seconds)
+
+
+def test_runs_without_gradients_unless_asked():
+    modes = []
+
+    def call(x: torch.Tensor) -> None:
+        modes.append(torch.is_grad_enabled())
+
+    measure(call, call, X, repeats=2)
+    assert not any(modes)
+    modes.clear()
+    measure(call, call, X, repeats=2, grad=True)
+    assert all(modes)
+    assert torch.is_grad_enabled()
+
+
+def test_first_call_nodes_and_memory_are_kept():
+    slow_once = iter([0.2])
+
+    def warms_up(x: torch.Tensor) -> None:
+        time.sleep(next(slow_once, 0.001))
+
+    result = measure_many({"warms up": warms_up}, X, repeats=3)
+    assert result.timings["warms up"].first_call >= 0.2
+    assert result.timings["warms up"].median < 0.1
+
+    traced = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    measured = measure(traced, nn.Linear(2, 2), torch.ones(1, 2), repeats=2)
+    assert measured.a.nodes == len(traced.graph.nodes) and measured.b.nodes is None
+
+
+def test_peak_memory_sees_what_a_call_allocates():
+    def greedy(x: torch.Tensor) -> float:
+        return torch.ones(32 * 2**20).sum().item()  # 128 MiB
+
+    result = measure_many({"greedy": greedy, "modest": lambda x: x + 1}, X, repeats=2)
+    greedy_peak, modest_peak = (result.timings[name].peak_memory for name in ("greedy", "modest"))
+    if greedy_peak is None or modest_peak is None:
+        pytest.skip("this system does not tell the peak memory of a process")
+    assert greedy_peak >= 100 * 2**20 > modest_peak
+
+
+def test_prints_and_serialises():
+    result = measure(sleeper(0.002), sleeper(0.001), X, repeats=9)
+    assert f"{result.ratio:.3f}×" in str(result) and result.verdict in str(result)
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["ratio"] == result.ratio and data["a"]["rounds"] == 9
+    assert "<table>" in result._repr_html_()
+    many = measure_many({"<a>": sleeper(0.001), "b": sleeper(0.001)}, X, repeats=2)
+    assert "&lt;a&gt;" in many._repr_html_() and "<a>" not in many._repr_html_()
+    assert {row["name"] for row in json.loads(json.dumps(many.to_dict()))["contenders"]} == {"<a>", "b"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_time_is_that_of_the_device_not_of_the_launch():
+    big, small = torch.randn(4096, 4096, device="cuda"), torch.randn(64, 64, device="cuda")
+    result = measure(lambda x: big @ big, lambda x: small @ small, small, repeats=12)
+    assert result.device.startswith("cuda") and result.faster and result.a.peak_memory
