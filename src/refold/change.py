@@ -1,0 +1,144 @@
+"""The difference of two photographs of a module: it describes itself, and knows what it read and wrote."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx.node import map_aggregate
+
+from refold.keeping import held_tensors
+from refold.snapshot import NodeRecord, Ref
+from refold.weights import MapRecord
+
+
+class _Missing:
+    """Stands for 'there was no such key'."""
+
+    def __reduce__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
+@dataclass
+class TableChange:
+    """What happened to one table of one module: entries as they were, and the order of keys as it was."""
+
+    before: dict[str, Any]
+    added: tuple[str, ...]
+    order: tuple[str, ...]
+
+
+@dataclass
+class Change:
+    """What one transformation did to one module."""
+
+    signature: int
+    name: str
+    label: str
+    created: dict[str, NodeRecord]
+    erased: dict[str, NodeRecord]
+    changed: dict[str, tuple[NodeRecord, NodeRecord]]
+    moved: tuple[str, ...]
+    order: tuple[str, ...]
+    tables: dict[tuple[str, str], TableChange]
+    attributes: dict[str, dict[str, Any]]
+    metas: dict[str, dict[str, Any]]
+    names_added: frozenset[str]
+    counts: dict[str, Any]
+    training: bool
+    codegen: Any = MISSING
+    maps: tuple[MapRecord, ...] = ()
+    prints: dict[str, str] = field(default_factory=dict)
+    groups: tuple[tuple[int, int], ...] = ()
+    marked: frozenset[str] = frozenset()
+    sites: tuple[Any, ...] = ()
+
+    # --- what it touched -------------------------------------------------------------------------------------------
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """Nodes ("%name") and module entries (paths) that this change made, removed, changed or moved."""
+        nodes = {f"%{n}" for n in (*self.created, *self.erased, *self.changed, *self.moved)}
+        entries = {join_path(path, k) for (path, _), t in self.tables.items() for k in (*t.before, *t.added)}
+        return frozenset(nodes | entries | {path for path in self.attributes if path})
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Nodes and module entries that the nodes it touched refer to."""
+        found: set[str] = set()
+        for record in self._records():
+            found |= refs_in(record)
+            if record.op in ("call_module", "get_attr"):
+                found.add(record.target)
+        return frozenset(found)
+
+    def _records(self) -> Iterator[NodeRecord]:
+        yield from self.created.values()
+        yield from self.erased.values()
+        for before, after in self.changed.values():
+            yield before
+            yield after
+
+    def conflicts_with(self, later: Change) -> bool:
+        """Whether a later change stands in the way of undoing this one."""
+        mine = self.writes
+        return _overlap(later.writes, mine | self.reads) or _overlap(mine, later.reads)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of tensors and corrections held for undoing."""
+        held = {id(t): t for c in self.tables.values() for v in c.before.values() for t in held_tensors(v)}
+        return sum(t.numel() * t.element_size() for t in held.values()) + sum(m.nbytes for m in self.maps)
+
+    def describe(self) -> list[str]:
+        """One line each: `-` was removed, `+` was added, `~` was changed, then the weight maps."""
+        lines = [f"- {r}" for r in self.erased.values()] + [f"+ {r}" for r in self.created.values()]
+        lines += [f"~ {before}  ->  {after}" for before, after in self.changed.values()]
+        lines += [f"~ {name} moved" for name in self.moved]
+        for (path, _table), entry in self.tables.items():
+            lines += [f"{'~' if k in entry.added else '-'} {join_path(path, k)}" for k in entry.before]
+            lines += [f"+ {join_path(path, k)}" for k in entry.added if k not in entry.before]
+        lines += [f"~ {path or 'the module'}: {', '.join(changed)}" for path, changed in self.attributes.items()]
+        return lines + [f"  {record.map}" for record in self.maps]
+
+    def without_metas(self) -> Change:
+        """For pickling: node metadata holds what cannot be pickled, and torch drops it as well."""
+        return replace(self, metas={}, codegen=MISSING)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Change:
+        shared = {"metas": {k: dict(v) for k, v in self.metas.items()}, "codegen": self.codegen}
+        parts = ("tables", "attributes", "maps", "prints")
+        return replace(self, **shared, **{name: copy.deepcopy(getattr(self, name), memo) for name in parts})
+
+
+def refs_in(record: NodeRecord) -> set[str]:
+    """The nodes, as "%name", that a record's arguments refer to."""
+    found: set[str] = set()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Ref):
+            found.add(f"%{value.name}")
+        return value
+
+    map_aggregate((record.args, record.kwargs), note)
+    return found
+
+
+def join_path(path: str, key: str) -> str:
+    """The full name of an entry of the module at a path."""
+    return f"{path}.{key}" if path else key
+
+
+def _overlap(left: frozenset[str], right: frozenset[str]) -> bool:
+    """Whether two sets share a node, or a module entry of one lies at or inside one of the other."""
+    return any(_ancestors(x) & right for x in left) or any(_ancestors(x) & left for x in right)
+
+
+def _ancestors(path: str) -> set[str]:
+    parts = path.split(".")
+    return {".".join(parts[: i + 1]) for i in range(len(parts))}

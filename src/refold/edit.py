@@ -1,0 +1,135 @@
+"""The few verbs most rewrites need. A convenience: what is recorded is the difference they make, not their calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from refold import fx_private, recording
+from refold.history import find_tensor
+from refold.weights import Operation, Tensors, TensorSpec, WeightMap, apply_map
+
+
+class Editor:
+    """Edits one graph module. Modules are swapped in containers that belong to the graph, never edited."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.graph = gm.graph
+        self.shared: dict[object, Node] = {}
+        """Nodes that several sites of one run share, by a key of the transformation's own."""
+
+    # --- nodes -----------------------------------------------------------------------------------------------------
+
+    def call(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call of a function, of a module (by path) or of a method (a leading dot)."""
+        with self.graph.inserting_before(before):
+            if not isinstance(target, str):
+                return self.graph.call_function(target, args, kwargs)
+            if target.startswith("."):
+                return self.graph.call_method(target[1:], args, kwargs)
+            return self.graph.call_module(target, args, kwargs)
+
+    def fetch(self, before: Node, name: str) -> Node:
+        """Insert a get_attr of a parameter or buffer."""
+        with self.graph.inserting_before(before):
+            return self.graph.create_node("get_attr", name)
+
+    def replace_uses(self, old: Node, new: Node) -> None:
+        """Let all who read one node read another; it inherits what was noted about the value."""
+        for key in ("val", "tensor_meta", "nn_module_stack", "stack_trace"):
+            if key in old.meta and key not in new.meta:
+                new.meta[key] = old.meta[key]
+        old.replace_all_uses_with(new, propagate_meta=False)
+
+    def erase(self, node: Node) -> None:
+        """Erase a node, and the fetches that only it used; tensors and modules that nothing refers to any more go."""
+        inputs = node.all_input_nodes
+        self.graph.erase_node(node)
+        for fetch in inputs:
+            if fetch.op == "get_attr" and not fetch.users:
+                self.graph.erase_node(fetch)
+
+    # --- modules and tensors ---------------------------------------------------------------------------------------
+
+    def container(self, path: str) -> nn.Module:
+        """The module at a path, to put things into: one that belongs to the graph alone, made or copied if need be."""
+        owner: nn.Module = self.gm
+        for part in path.split(".") if path else ():
+            children = fx_private.table(owner, "_modules")
+            child = children.get(part)
+            if child is None:
+                children[part] = child = nn.Module()
+            elif type(child) is not nn.Module and not isinstance(child, GraphModule):
+                twin = fx_private.empty_module(type(child), fx_private.plain_attributes(child))
+                for name in fx_private.TABLES:
+                    fx_private.table(twin, name).update(fx_private.table(child, name))
+                children[part] = child = twin
+            owner = child
+        return owner
+
+    def put_module(self, path: str, module: nn.Module) -> None:
+        """Put a module at a path, in the place of what is there."""
+        parent, _, key = path.rpartition(".")
+        fx_private.table(self.container(parent), "_modules")[key] = module
+
+    def put_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a parameter or buffer under a full name, in the place of what is there."""
+        parent, _, key = name.rpartition(".")
+        owner = self.container(parent)
+        table = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
+        fx_private.table(owner, table)[key] = tensor
+
+    def remove(self, path: str) -> None:
+        """Remove the module, parameter or buffer at a path; the container stays."""
+        parent, _, key = path.rpartition(".")
+        owner = self.container(parent)
+        for name in fx_private.TABLES:
+            fx_private.table(owner, name).pop(key, None)
+
+    def free_path(self, path: str) -> str:
+        """This path, or one like it that is not taken yet."""
+        candidate, number = path, 1
+        while self._taken(candidate):
+            number += 1
+            candidate = f"{path}_{number}"
+        return candidate
+
+    def _taken(self, path: str) -> bool:
+        parent, _, key = path.rpartition(".")
+        try:
+            owner = self.gm.get_submodule(parent)
+        except AttributeError:
+            return False
+        return hasattr(owner, key)
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def map_weights(
+        self, operation: Operation, sources: dict[str, str], targets: dict[str, str], keep: str = "correction"
+    ) -> Tensors:
+        """Compute new tensors from those of these names, and state the map so that it can be undone and applied to
+        checkpoints. The caller installs the results under the names in `targets`."""
+        old = {role: self._tensor(name) for role, name in sources.items()}
+        new, record = apply_map(WeightMap(operation, sources, targets), old, keep)
+        record.specs = {role: TensorSpec.of(tensor) for role, tensor in old.items()}
+        recording.current().maps.append(record)
+        return new
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor = find_tensor(self.gm, name)
+        if tensor is None:
+            raise KeyError(f"there is no parameter or buffer named {name}")
+        return tensor
+
+
+def twin_of(module: nn.Module, **tensors: torch.Tensor | None) -> nn.Module:
+    """A module like this one with other parameters; nothing of the given module is changed."""
+    twin = fx_private.empty_module(type(module), fx_private.plain_attributes(module))
+    for name in fx_private.TABLES:
+        fx_private.table(twin, name).update(fx_private.table(module, name))
+    fx_private.table(twin, "_parameters").update(tensors)
+    return twin

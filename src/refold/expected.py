@@ -1,0 +1,145 @@
+"""The graph as the last recorded change left it, to notice edits made outside, and to see through pickling.
+
+Pickling a GraphModule stores code and traces it anew: nodes get other names, `get_attr` moves to the first use, `+=`
+becomes `+`, calls on constants become buffers. What is only that is put right; everything else is an edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from refold import fx_private
+from refold.errors import GraphEdited
+from refold.snapshot import NodeRecord, Ref, record_node, same_value
+
+_Row = tuple[Node, str, str, Any, Any, Any]
+
+
+class ExpectedGraph:
+    """The nodes that should be there: live handles while they last, plain data in a copy or a pickle."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._rows: list[_Row] | None = [_row(node) for node in graph.nodes]
+        self._records: tuple[NodeRecord, ...] = ()
+        self.was_pickled = False
+
+    def records(self) -> tuple[NodeRecord, ...]:
+        """The expected nodes as plain data."""
+        if self._rows is None:
+            return self._records
+        return tuple(_record(row) for row in self._rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_rows": None, "_records": self.records(), "was_pickled": True}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpectedGraph:
+        twin = ExpectedGraph.__new__(ExpectedGraph)
+        twin.__dict__.update(_rows=None, _records=self.records(), was_pickled=self.was_pickled)
+        return twin
+
+    def check(self, gm: GraphModule) -> None:
+        """Pass if the graph is the expected one; put right what pickling did to it; else raise GraphEdited."""
+        nodes = list(gm.graph.nodes)
+        if self._rows is not None and len(nodes) == len(self._rows) and all(map(_untouched, nodes, self._rows)):
+            return
+        expected, found = self.records(), [record_node(node) for node in nodes]
+        if _alike(expected, found):
+            pass
+        elif _alike(by_position(expected), by_position(found)):
+            fx_private.rename_nodes(gm.graph, [record.name for record in expected])
+            gm.recompile()
+        elif self.was_pickled and _is_retrace(gm, expected, found):
+            _install(gm, expected)
+        else:
+            raise GraphEdited(
+                f"the graph was edited outside Refold since the last change: expected "
+                f"{first_difference(expected, found)}. Take it back, or call refold.commit(gm) to keep the graph "
+                f"as it is and give the undo records up."
+            )
+        self.__init__(gm.graph)  # type: ignore[misc]
+
+
+def _row(node: Node) -> _Row:
+    return (node, node.name, node.op, node.target, node.args, node.kwargs)
+
+
+def _untouched(node: Node, row: _Row) -> bool:
+    if node is not row[0] or node.name != row[1] or node.op != row[2] or node.target is not row[3]:
+        return False
+    return same_value(node.args, row[4]) and same_value(node.kwargs, row[5])
+
+
+def _record(row: _Row) -> NodeRecord:
+    def refer(value: Any) -> Any:
+        return Ref(value.name) if isinstance(value, Node) else value
+
+    node, name, op, target, args, kwargs = row
+    return NodeRecord(name, op, target, map_aggregate(args, refer), map_aggregate(kwargs, refer), node.type)
+
+
+def _alike(expected: Sequence[NodeRecord], found: Sequence[NodeRecord]) -> bool:
+    return len(expected) == len(found) and all(map(_same_node, expected, found))
+
+
+def _same_node(a: NodeRecord, b: NodeRecord) -> bool:
+    return all(same_value(getattr(a, f), getattr(b, f)) for f in ("name", "op", "target", "args", "kwargs"))
+
+
+def by_position(records: Sequence[NodeRecord]) -> list[NodeRecord]:
+    """The same records with nodes named by their place; a placeholder's target names an argument, not a node."""
+    place = {record.name: str(i) for i, record in enumerate(records)}
+
+    def rename(value: Any) -> Any:
+        return Ref(place.get(value.name, value.name)) if isinstance(value, Ref) else value
+
+    return [
+        NodeRecord(str(i), r.op, r.target, map_aggregate(r.args, rename), map_aggregate(r.kwargs, rename), r.type)
+        for i, r in enumerate(records)
+    ]
+
+
+def _build(gm: GraphModule, records: Sequence[NodeRecord]) -> Graph:
+    """A graph made from records, with their very names."""
+    graph = Graph(owning_module=gm, tracer_cls=fx_private.tracer_class(gm))
+    by_name: dict[str, Node] = {}
+
+    def resolve(value: Any) -> Any:
+        return map_aggregate(value, lambda v: by_name[v.name] if isinstance(v, Ref) else v)
+
+    for r in records:
+        by_name[r.name] = graph.create_node(r.op, r.target, resolve(r.args), resolve(r.kwargs), r.name, r.type)
+    fx_private.rename_nodes(graph, [r.name for r in records])
+    fx_private.set_codegen(graph, fx_private.codegen(gm.graph))
+    return graph
+
+
+def _is_retrace(gm: GraphModule, expected: Sequence[NodeRecord], found: Sequence[NodeRecord]) -> bool:
+    """Whether the graph that is there is what pickling makes of the expected one."""
+    try:
+        twin = GraphModule(gm, _build(gm, expected))
+        again = fx_private.retrace_as_pickle_does(twin)
+    except Exception:  # whatever fails here, the graph is not one that pickling could have made
+        return False
+    return _alike(by_position([record_node(n) for n in again.graph.nodes]), by_position(found))
+
+
+def _install(gm: GraphModule, expected: Sequence[NodeRecord]) -> None:
+    """Put the expected graph in the place of its retrace, and drop the constants that the retrace made."""
+    wanted = {record.target for record in expected if record.op == "get_attr"}
+    invented = [n.target for n in gm.graph.nodes if n.op == "get_attr" and n.target not in wanted]
+    gm.graph = _build(gm, expected)
+    for name in invented:
+        if isinstance(name, str) and name.startswith("_tensor_constant"):
+            delattr(gm, name)
+
+
+def first_difference(expected: Sequence[NodeRecord], found: Sequence[NodeRecord]) -> str | None:
+    """Where two lists of nodes part."""
+    for a, b in zip(expected, found, strict=False):
+        if not _same_node(a, b):
+            return f"'{a}' where '{b}' was found"
+    return None if len(expected) == len(found) else f"{len(expected)} nodes where {len(found)} were found"

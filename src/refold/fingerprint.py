@@ -1,0 +1,50 @@
+"""A fingerprint of a tensor's bits: the same on every device and in every process, changed by any write.
+
+Version counters are not enough to know that weights were changed: writes through `.data` do not count there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+
+import torch
+
+_CHUNK = 1 << 26
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """The tensor's dtype, shape and a 128-bit hash of its bits, as one short string."""
+    head = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".replace(" ", "")
+    if tensor.is_meta:
+        return f"{head}:meta"
+    digest = hashlib.blake2b(digest_size=16)
+    for chunk in flat_bytes(tensor).split(_CHUNK):
+        digest.update(raw_bytes(chunk.cpu()))
+    return f"{head}:{digest.hexdigest()}"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit (NaN payloads and the sign of zero included)."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.is_meta != b.is_meta:
+        return False
+    if a.is_meta or a.numel() == 0:
+        return True
+    if a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
+        return True
+    left, right = flat_bytes(a), flat_bytes(b)
+    return bool(torch.equal(left, right.to(left.device)))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes in the order of its elements, as a flat uint8 tensor (a copy only where it must be)."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def raw_bytes(flat: torch.Tensor) -> memoryview:
+    """The memory of a flat uint8 tensor on the CPU, without numpy; the view keeps the tensor alive."""
+    if flat.numel() == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    memory.owner = flat  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")

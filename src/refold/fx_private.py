@@ -1,0 +1,242 @@
+"""The only file of the core that touches underscore names of torch; each has a test in test_fx_private.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+HISTORY_CHILD = "_refold"
+"""The name of the child module that carries the history."""
+
+TABLES = ("_parameters", "_buffers", "_modules")
+"""The three tables every nn.Module keeps its tensors and children in."""
+
+# What GraphModule keeps about its own graph: derived from the graph, or restored with it.
+_DERIVED = frozenset(
+    {"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec", "meta", "_tracer_cls"}
+    | {"_tracer_extras", "_replace_hooks", "_create_node_hooks", "_erase_node_hooks", "_deepcopy_hooks", "shape_env"}
+)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+# --- modules -----------------------------------------------------------------------------------------------------
+
+
+def table(module: nn.Module, name: str) -> dict[str, Any]:
+    """One of a module's tables, itself (not a copy)."""
+    found: dict[str, Any] = module.__dict__[name]
+    return found
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes without its tables and without what a GraphModule derives from its graph."""
+    skip = _DERIVED.union(TABLES) if isinstance(module, GraphModule) else TABLES
+    return {k: v for k, v in module.__dict__.items() if k not in skip}
+
+
+def set_plain_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute without nn.Module's interference."""
+    module.__dict__[name] = value
+
+
+def drop_plain_attribute(module: nn.Module, name: str) -> None:
+    """Remove an attribute if it is there, without nn.Module's interference."""
+    module.__dict__.pop(name, None)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is hooked onto a module's call, gradients or state."""
+    return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def empty_module(cls: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+    """A module of a class with these plain attributes and empty tables; its __init__ does not run."""
+    module = cls.__new__(cls)
+    module.__dict__.update(attributes)
+    for name in TABLES:
+        module.__dict__[name] = {}
+    return module
+
+
+def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every (path, module), also under a second path; not the history, not the inside of scripted modules."""
+    pending: list[tuple[str, nn.Module]] = [("", root)]
+    while pending:
+        path, module = pending.pop()
+        yield path, module
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        prefix = path + "." if path else ""
+        children = [(prefix + name, child) for name, child in table(module, "_modules").items() if child is not None]
+        if module is root:
+            children = [(name, child) for name, child in children if name != HISTORY_CHILD]
+        pending.extend(reversed(children))
+
+
+# --- graphs ------------------------------------------------------------------------------------------------------
+
+NodeState = tuple[Any, ...]
+GraphState = tuple[Any, ...]
+
+
+def node_state(node: Node) -> NodeState:
+    """All that a node is, besides its place in the list."""
+    uses = (dict(node.users), dict(node._input_nodes))
+    fields = (node.name, node.op, node.target, node._args, node._kwargs, node.type, dict(node.meta), node._sort_key)
+    return (node, fields, uses, node._repr_fn)
+
+
+def graph_state(gm: GraphModule) -> GraphState:
+    """What must be kept of a graph so that `restore_graph` can bring it back, object for object."""
+    graph = gm.graph
+    names = graph._graph_namespace
+    namespace = (dict(names._obj_to_name), set(names._used_names), dict(names._base_count))
+    derived = {k: v for k, v in gm.__dict__.items() if k in _DERIVED}
+    nodes = [node_state(node) for node in graph.nodes]
+    return (graph, nodes, namespace, graph._codegen, graph._insert, derived, _own_forward(gm))
+
+
+def restore_graph(gm: GraphModule, state: GraphState) -> None:
+    """Bring a graph back as it was at `graph_state`, whatever half-done edit it is in. Can be called again."""
+    graph, nodes, (obj_to_name, used_names, base_count), codegen, insert, derived, forward = state
+    previous = graph._root
+    lookup = type(graph._find_nodes_lookup_table)()
+    put = object.__setattr__  # past Node's own bookkeeping, which trusts the state that is being replaced
+    for node, (name, op, target, args, kwargs, type_, meta, sort_key), (users, inputs), repr_fn in nodes:
+        fields = {"name": name, "op": op, "target": target, "type": type_, "meta": dict(meta), "graph": graph}
+        fields |= {"_args": args, "_kwargs": kwargs, "users": dict(users), "_input_nodes": dict(inputs)}
+        fields |= {"_erased": False, "_sort_key": sort_key, "_repr_fn": repr_fn, "_prev": previous}
+        for field, value in fields.items():
+            put(node, field, value)
+        put(previous, "_next", node)
+        previous = node
+        lookup.insert(node)
+    put(previous, "_next", graph._root)
+    put(graph._root, "_prev", previous)
+    graph._len, graph._find_nodes_lookup_table, graph._codegen, graph._insert = len(nodes), lookup, codegen, insert
+    names = graph._graph_namespace
+    names._obj_to_name, names._used_names, names._base_count = dict(obj_to_name), set(used_names), dict(base_count)
+    graph._owning_module = gm
+    for key in [k for k in gm.__dict__ if k in _DERIVED and k not in derived]:
+        del gm.__dict__[key]
+    gm.__dict__.update(derived)
+    _set_own_forward(gm, forward)
+
+
+def _own_forward(gm: GraphModule) -> dict[str, Any]:
+    """The generated functions on the class that belongs to this one instance."""
+    return {k: v for k, v in vars(type(gm)).items() if k in ("forward", "__call__", "_wrapped_call", "_call_impl")}
+
+
+def _set_own_forward(gm: GraphModule, functions: dict[str, Any]) -> None:
+    for key, value in functions.items():
+        setattr(type(gm), key, value)
+
+
+def codegen(graph: Graph) -> Any:
+    """The code generator of a graph (exported graphs carry their pytree specs there)."""
+    return graph._codegen
+
+
+def set_codegen(graph: Graph, generator: Any) -> None:
+    """Install a code generator."""
+    graph._codegen = generator
+
+
+def base_counts(graph: Graph) -> dict[str, int]:
+    """The counters from which new node names are made."""
+    return dict(graph._graph_namespace._base_count)
+
+
+def set_base_counts(graph: Graph, counts: dict[str, int]) -> None:
+    """Put the counters for new node names back."""
+    graph._graph_namespace._base_count = dict(counts)
+
+
+def used_names(graph: Graph) -> set[str]:
+    """Every name that is taken, also by nodes that were erased."""
+    return set(graph._graph_namespace._used_names)
+
+
+def free_names(graph: Graph, names: Iterable[str]) -> None:
+    """Give names of erased nodes free again."""
+    taken = {node.name for node in graph.nodes}
+    graph._graph_namespace._used_names -= set(names) - taken
+
+
+def rename_nodes(graph: Graph, names: list[str]) -> None:
+    """Give every node, in order, a name of a list; other names that were taken become free."""
+    namespace = graph._graph_namespace
+    namespace._obj_to_name = {}
+    namespace._used_names = set(names)
+    for node, name in zip(graph.nodes, names, strict=True):
+        node.name = name
+        namespace._obj_to_name[node] = name
+
+
+def sort_users(graph: Graph) -> None:
+    """Put every node's users in graph order, the order in which a trace makes them."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if len(node.users) > 1:
+            node.users = dict.fromkeys(sorted(node.users, key=position.__getitem__))
+
+
+def is_number_class(value: Any) -> bool:
+    """Whether a value is a symbolic size of an exported graph."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Those of the given arguments that an ATen operator writes into."""
+    schema = op._schema
+    if not schema.is_mutable:
+        return []
+    given = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
+    return [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def returns_alias(op: Any) -> bool:
+    """Whether an ATen operator says that it returns its argument or a view of it."""
+    return any(r.alias_info is not None for r in op._schema.returns)
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's memory; None for tensors that have none."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """The in-place counter of a tensor; None for tensors that do not keep one."""
+    if tensor.is_inference():
+        return None
+    return int(tensor._version)
+
+
+def tracer_class(gm: GraphModule) -> Any:
+    """The class of the tracer that made a module's graph; pickling uses it again."""
+    return gm.graph._tracer_cls or getattr(gm, "_tracer_cls", None)
+
+
+def retrace_as_pickle_does(gm: GraphModule) -> GraphModule:
+    """What a module becomes by pickling and unpickling, without copying a weight."""
+    rebuild, arguments = gm.__reduce__()[:2]
+    body = {k: dict(v) if k in TABLES else v for k, v in arguments[0].items()}
+    again: GraphModule = rebuild(body, *arguments[1:])
+    return again

@@ -1,0 +1,100 @@
+"""The frame most transformations share: first find all sites without touching anything, then rewrite them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.fx import GraphModule, Node
+
+from refold import recording
+from refold.edit import Editor
+from refold.match import GraphView
+from refold.result import Refused, Result, Rewritten
+from refold.transformation import ReversibleTransformation, Transformation
+
+_ROUNDS = 1000
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place that can be rewritten: its nodes, a sentence about it, and what the rewrite needs to know."""
+
+    nodes: tuple[Node, ...]
+    what: str
+    detail: Any = None
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A place that looks alike and is left alone, with the reason as a sentence."""
+
+    node: Node
+    reason: str
+
+
+class Rewrite(Transformation):
+    """A transformation made of independent sites. Subclasses write `find`, which only looks, and `rewrite`."""
+
+    preserves_computation = True
+    kind: ClassVar[str] = "structural"
+    """structural (the weights come back by slicing), parametric (by an inverse) or graph (no weights)."""
+
+    @abstractmethod
+    def find(self, view: GraphView) -> Iterable[Site | Skip]:
+        """Sites to rewrite and places to leave alone; sites must not overlap."""
+
+    @abstractmethod
+    def rewrite(self, site: Site, edit: Editor) -> None:
+        """Rewrite one site."""
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        notes = recording.current()
+        for _ in range(_ROUNDS):
+            sites, skips = _sort(self.find(GraphView(graph_module)))
+            edit = Editor(graph_module)
+            for site in sites:
+                notes.rewrote(site.nodes, site.what)
+                self.rewrite(site, edit)
+            if not sites:
+                break
+        for skip in skips:
+            notes.skip(skip.node, skip.reason)
+        return graph_module
+
+    def explain(self, graph_module: GraphModule) -> Result:
+        """What would be rewritten and why the rest would not; nothing is touched."""
+        sites, skips = _sort(self.find(GraphView(graph_module)))
+        rewritten = tuple(Rewritten(tuple(n.name for n in site.nodes), site.what) for site in sites)
+        refused = tuple(Refused(skip.node.name, skip.reason) for skip in skips)
+        return Result(repr(self), rewritten, refused, "" if sites or skips else "Nothing in the graph matched.")
+
+
+def _sort(found: Iterable[Site | Skip]) -> tuple[list[Site], list[Skip]]:
+    sites: list[Site] = []
+    skips: list[Skip] = []
+    for item in found:
+        if isinstance(item, Site):
+            sites.append(item)
+        else:
+            skips.append(item)
+    return sites, skips
+
+
+class ReversibleRewrite(Rewrite, ReversibleTransformation):
+    """A rewrite that can be asked to reverse itself."""
+
+
+def registered() -> Iterator[type[Rewrite]]:
+    """Every concrete rewrite class that is defined, for laws, listings and saved recipes."""
+    pending: list[type[Rewrite]] = [Rewrite]  # type: ignore[type-abstract]
+    seen: set[type[Rewrite]] = set()
+    while pending:
+        for cls in pending.pop().__subclasses__():
+            if cls not in seen:
+                seen.add(cls)
+                pending.append(cls)
+                if not getattr(cls, "__abstractmethods__", None):
+                    yield cls

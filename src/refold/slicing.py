@@ -1,0 +1,79 @@
+"""What becomes of a value that turns from a tensor of its own into a slice of a larger one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from refold.aliasing import makes_fresh, written_by
+from refold.match import GraphView
+
+aten = torch.ops.aten
+
+_VIEWS: dict[Any, Any] = {"view": "reshape", torch.Tensor.view: torch.Tensor.reshape}
+_VIEWS |= {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+_NEED_LAYOUT: set[Any] = {
+    "as_strided",
+    "view_as",
+    "stride",
+    "data_ptr",
+    "untyped_storage",
+    "storage_offset",
+    "is_contiguous",
+}
+_NEED_LAYOUT |= {torch.as_strided, aten.as_strided.default, torch.view_as_complex, aten.view_as_complex.default}
+_NEED_LAYOUT |= {aten.view.dtype, torch.Tensor.as_strided, torch.Tensor.view_as}
+
+
+def aliases(gm: GraphModule, node: Node) -> Iterator[tuple[Node, Node]]:
+    """(value, reader) for a value and everything that may be a view of it."""
+    pending, seen = [node], {node}
+    while pending:
+        value = pending.pop()
+        for reader in value.users:
+            yield value, reader
+            if reader.op != "output" and reader not in seen and not makes_fresh(gm, reader):
+                seen.add(reader)
+                pending.append(reader)
+
+
+def why_not_sliceable(view: GraphView, node: Node) -> str | None:
+    """Why a node's value must keep memory of its own, as a sentence; None if a slice will do."""
+    for value, reader in aliases(view.gm, node):
+        if value in written_by(view.gm, reader):
+            return f"{reader.name} writes into its output in place"
+        if reader.target in _NEED_LAYOUT or (reader.target in _VIEWS and _has_dtype(reader)):
+            return f"{reader.name} depends on the memory layout of its output"
+    return None
+
+
+def make_views_reshapes(gm: GraphModule, node: Node) -> None:
+    """A slice cannot always be viewed in another shape, but always be reshaped; what leaves the graph is made whole."""
+    for value, reader in list(aliases(gm, node)):
+        if reader.target in _VIEWS:
+            reader.target = _VIEWS[reader.target]
+        elif value is node and (reader.op == "output" or _is_foreign(gm, reader)):
+            _read_contiguous(node, reader)
+
+
+def _has_dtype(node: Node) -> bool:
+    return any(isinstance(a, torch.dtype) for a in [*node.args, *node.kwargs.values()])
+
+
+def _is_foreign(gm: GraphModule, node: Node) -> bool:
+    """A module of unknown code, which may view its input."""
+    if node.op != "call_module":
+        return False
+    return not type(gm.get_submodule(str(node.target))).__module__.startswith("torch.nn.")
+
+
+def _read_contiguous(node: Node, reader: Node) -> None:
+    existing = next((u for u in node.users if u.op == "call_method" and u.target == "contiguous"), None)
+    if existing is None:
+        with node.graph.inserting_after(node):
+            existing = node.graph.call_method("contiguous", (node,))
+        existing.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
+    reader.replace_input_with(node, existing)
