@@ -1,0 +1,153 @@
+"""The proof: a captured graph must give the model's own result, bit for bit, on the example and on other sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from refold.capturing.calling import Calling
+from refold.capturing.restoring import same_bits, untouched
+from refold.capturing.sizes import SizeRules
+from refold.capturing.trees import flatten, same_shape
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one comparison found: empty ``why`` means equal; ``eager_failed`` that the model itself cannot do it."""
+
+    why: str
+    eager_failed: bool = False
+
+
+def compare(model: nn.Module, captured: nn.Module, calling: Calling, leaves: Sequence[torch.Tensor]) -> Outcome:
+    """Run both on the same tensors, from the same random state, and compare every tensor of the result."""
+    try:
+        expected = run(model, calling, leaves)
+    except Exception as error:
+        return Outcome(f"the model itself fails: {_first_line(error)}", eager_failed=True)
+    try:
+        got = run(captured, calling, leaves, watched=model)
+    except Exception as error:
+        return Outcome(f"the graph fails: {_first_line(error)}")
+    why = difference(expected, got)
+    if not why:
+        return Outcome("")
+    again = run(model, calling, leaves)
+    unsteady = difference(expected, again)
+    return Outcome(f"{why}; the model itself does not repeat its results" if unsteady else why)
+
+
+def run(module: nn.Module, calling: Calling, leaves: Sequence[torch.Tensor], watched: nn.Module | None = None) -> Any:
+    """The result of one call, without gradients and with everything it touched put back."""
+    args, kwargs = calling.rebuild([leaf.detach().clone() for leaf in leaves])
+    with untouched(watched or module), torch.no_grad():
+        result = module(*args, **kwargs)
+        # a buffer that is given back as it is would be put back under the caller's hands
+        return _owned(result)
+
+
+def _owned(result: Any) -> tuple[Any, list[Any]]:
+    flat: list[Any] = []
+    tree = flatten(result, flat, left_out=[])
+    return tree, [value.clone() if isinstance(value, torch.Tensor) else value for value in flat]
+
+
+def difference(expected: Any, got: Any) -> str:
+    """The first difference of two results, as words; empty where there is none."""
+    (tree, one), (other_tree, other) = expected, got
+    if len(one) != len(other) or not same_shape(tree, other_tree):
+        return f"the result has another structure ({len(other)} tensors instead of {len(one)})"
+    for place, (a, b) in enumerate(zip(one, other, strict=True)):
+        why = _tensor_difference(a, b)
+        if why:
+            return f"result {place} {why}"
+    return ""
+
+
+def _tensor_difference(a: Any, b: Any) -> str:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return "" if int(a) == int(b) else f"is {b} instead of {a}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"is {b.dtype} {tuple(b.shape)} instead of {a.dtype} {tuple(a.shape)}"
+    if same_bits(a, b):
+        return ""
+    gap = (a.double() - b.double()).abs() if not a.is_complex() else (a - b).abs()
+    return f"differs by {gap.nan_to_num().max().item():.3g}"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
+@dataclasses.dataclass
+class Trials:
+    """Which open sizes gave the model's own result at another size, and what was tried."""
+
+    proven: set[str]
+    tried: list[str]
+    notes: list[str]
+
+
+def try_sizes(
+    compare_at: Callable[[Sequence[torch.Tensor]], Outcome], rules: SizeRules, leaves: Sequence[Any]
+) -> Trials:
+    """Try another batch size, then another size of every other group of dimensions that vary together."""
+    trials = Trials(set(), ["the example"], [])
+    for symbols, dims in _groups(rules):
+        for size in _other_sizes(dims[0], rules):
+            resized = _resize(leaves, dims, size)
+            if rules.complaint(resized):
+                continue
+            outcome = compare_at(resized)
+            if not outcome.why:
+                trials.proven |= symbols
+                trials.tried.append(_describe(rules, dims, size))
+                break
+            if not outcome.eager_failed:
+                trials.notes.append(f"{_describe(rules, dims, size)}: {outcome.why}, so this size is fixed")
+                break
+    return trials
+
+
+Dim = tuple[int, int]
+
+
+def _groups(rules: SizeRules) -> list[tuple[set[str], list[Dim]]]:
+    """Open dimensions that vary together: those of one symbol, and those that stand first with an equal size."""
+    groups: dict[Any, tuple[set[str], list[Dim]]] = {}
+    alias: dict[str, Any] = {}
+    for i, rule in enumerate(rules.inputs):
+        for dim, symbol in enumerate(rule.sizes):
+            if isinstance(symbol, int):
+                continue
+            key = alias.setdefault(symbol, ("batch" if dim == 0 else "other", rule.example[dim]))
+            symbols, dims = groups.setdefault(key, (set(), []))
+            symbols.add(symbol)
+            dims.append((i, dim))
+    return sorted(groups.values(), key=lambda group: group[1][0][1])
+
+
+def _other_sizes(dim: Dim, rules: SizeRules) -> list[int]:
+    size = rules.inputs[dim[0]].example[dim[1]]
+    if dim[1] == 0:
+        return [size + 1, size * 2]
+    return [size - 1, size + 1, size * 2] if size > 2 else [size + 1, size * 2]
+
+
+def _resize(leaves: Sequence[torch.Tensor], dims: Sequence[Dim], size: int) -> list[torch.Tensor]:
+    """The example with some dimensions made longer by repeating, or shorter by cutting."""
+    resized = list(leaves)
+    for i, dim in dims:
+        places = torch.arange(size, device=resized[i].device) % leaves[i].shape[dim]
+        resized[i] = resized[i].index_select(dim, places)
+    return resized
+
+
+def _describe(rules: SizeRules, dims: Sequence[Dim], size: int) -> str:
+    i, dim = dims[0]
+    return f"{rules.inputs[i].name}.shape[{dim}] = {size}"
