@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from refold import recording
@@ -16,6 +17,9 @@ from refold.result import Refused, Result, Rewritten
 from refold.transformation import ReversibleTransformation, Transformation
 
 _ROUNDS = 1000
+
+Example = tuple[nn.Module, tuple[Any, ...]]
+"""A small model (or a GraphModule that is captured already) that a rewrite fires on, and inputs for it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Skip:
 
 
 class Rewrite(Transformation):
-    """A transformation made of independent sites. Subclasses write `find`, which only looks, and `rewrite`."""
+    """A transformation made of independent sites. Subclasses write `find`, which only looks, `rewrite`, and `examples`:
+    every concrete rewrite is made without arguments and run through all laws of `refold.testing` on its own examples.
+    """
 
     preserves_computation = True
     kind: ClassVar[str] = "structural"
@@ -49,6 +55,14 @@ class Rewrite(Transformation):
     @abstractmethod
     def rewrite(self, site: Site, edit: Editor) -> None:
         """Rewrite one site."""
+
+    @classmethod
+    def examples(cls) -> Iterable[Example]:
+        """(model, inputs) pairs on which this rewrite fires: tiny, in float32, made anew at every call, the model in
+        the mode (train or eval) in which it is to be rewritten. They become the rule's tests and its page in the
+        documentation; a rewrite without any fails the law suite. Models that several rules share stand in
+        `refold.testing.models`; import them inside this method."""
+        return ()
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
         notes = recording.current()
