@@ -6,7 +6,7 @@
   const HEAD = 30;
   const PAD = 14;
   const PORT = 6;
-  const CAREFUL = 60;
+  const CAREFUL = 48;
 
   function leafSize(item) {
     const lines = [Refold.shortText(item.label, 34), Refold.secondLine(item)];

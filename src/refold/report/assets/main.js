@@ -22,11 +22,7 @@
     }
 
     start() {
-      for (const view of Object.values(this.views)) {
-        view.openChanges(24, true);
-        view.draw();
-      }
-      this.fit();
+      this.openChanges(24, true);
       Refold.showDetails(this, null);
       byId("graph").classList.toggle("no-graph", !this.model.before.nodes.size && !this.model.after.nodes.size);
       for (const button of document.querySelectorAll("[data-do]")) button.addEventListener("click", () => this[button.dataset.do]());
@@ -179,11 +175,14 @@
 
     // ---- buttons
 
-    openChanges() {
-      for (const view of Object.values(this.views)) {
-        view.openChanges();
-        view.draw();
-      }
+    /** Open what was rewritten in the graph where more of it can be seen, and the same modules in the other. */
+    openChanges(limit, wholeLevels) {
+      const { before, after } = this.views;
+      const [first, second] = before.graph.root.changed > after.graph.root.changed ? [before, after] : [after, before];
+      first.openChanges(limit, wholeLevels);
+      second.openLike(first.graph);
+      first.draw();
+      second.draw();
       this.fit();
     }
 

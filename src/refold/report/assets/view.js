@@ -166,6 +166,13 @@
       }
     }
 
+    openLike(graph) {
+      for (const [name, group] of graph.modules) {
+        const twin = this.graph.modules.get(name);
+        if (twin && group.expanded) for (const one of [twin, ...Refold.ancestors(twin)]) this.setOpen(one, true);
+      }
+    }
+
     // ---- selection
 
     mark(selected, linked) {

@@ -1,0 +1,255 @@
+"""The report as data and text: round trips, reading a graph, numbers JSON cannot hold, bad files."""
+
+import copy
+import json
+import math
+import operator
+import time
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from refold.errors import RefoldError
+from refold.report import (
+    BadReport,
+    ExecutorRow,
+    GraphData,
+    GraphNode,
+    Machine,
+    ModelSummary,
+    NodeLink,
+    OutputError,
+    Ratio,
+    Refusal,
+    Report,
+    RewriteCard,
+    Site,
+    TimingBar,
+    Verification,
+    graph_data,
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.key = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.query(x) + self.key(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Block() for _ in range(depth))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layer:
+            x = layer(x)
+        return (x * self.scale).reshape(-1)
+
+
+def full_report() -> Report:
+    verification = Verification(
+        "within rounding", "As exact as the original.", True, (OutputError("y", math.inf, 0.0),)
+    )
+    return Report(
+        title="A small model",
+        model=ModelSummary("Stack", 44),
+        speedup=Ratio(1.5, 1.4, 1.6),
+        exactness=verification,
+        steps=(
+            RewriteCard(
+                name="MergeLinears",
+                status="kept",
+                kind="structural",
+                signature="12345678901234567890",
+                algebra="W' = [Wq; Wk]",
+                sites=(Site("layer.0", ("a", "b"), ("c",)), Site("layer.1", ("d",), ("e",))),
+                refusals=(Refusal("f", "it is read twice"),),
+                verification=verification,
+                gain=Ratio(1.1, 1.0, 1.2),
+            ),
+            RewriteCard("FuseNothing", "taken back", sites=(Site("x"),), gain=Ratio(0.9, 0.8, 0.95)),
+        ),
+        timings=(
+            TimingBar("original", 0.012, 0.011, 0.013, "eager", "original"),
+            TimingBar("refold", 8e-7, 7e-7, 9e-7),
+        ),
+        executors=(ExecutorRow("eager", "chosen", "", 0.01), ExecutorRow("openvino", "not tried", "is not installed")),
+        machine=Machine("two cores", (("torch", "2.13"),)),
+        graph_before=GraphData((GraphNode("a", "placeholder", "a"), GraphNode("b", "output", "output", inputs=("a",)))),
+        graph_after=GraphData((GraphNode("c", "placeholder", "a", provenance=("a",)),)),
+        links=(NodeLink(("a", "b"), ("c",), (0,)),),
+        notes=("one note",),
+        created="today",
+    )
+
+
+def test_json_gives_an_equal_report_back() -> None:
+    report = full_report()
+    again = Report.from_json(report.to_json())
+    assert again == report
+    assert again.steps[0].verification is not None
+    assert again.steps[0].verification.outputs[0].error == math.inf
+
+
+def test_the_smallest_report_makes_a_round_trip() -> None:
+    report = Report("t", ModelSummary("M"))
+    assert Report.from_json(report.to_json()) == report
+    assert "not measured" in str(report) and "not verified" in str(report)
+
+
+def test_json_is_strict_and_says_its_schema() -> None:
+    text = full_report().to_json()
+    data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (data["schema"], data["version"]) == ("refold.report", 1)
+    assert data["graph_before"]["nodes"]["columns"][0] == "id"
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda data: data.update(version=99), "version 99"),
+        (lambda data: data.update(schema="other"), "no report"),
+        (lambda data: data.update(title=3), "report.title should be str"),
+        (lambda data: data.pop("model"), "cannot be read as a Report"),
+        (lambda data: data["steps"][0].update(status="maybe"), r"report.steps\[0\].status should be one of"),
+        (lambda data: data["speedup"].update(low="fast"), "report.speedup.low should be a number"),
+        (lambda data: data["graph_after"].update(nodes=[]), "a table of columns and rows"),
+        (lambda data: data["machine"].update(versions=[["torch"]]), "a list of 2"),
+    ],
+)
+def test_a_damaged_report_is_refused_with_the_place(damage, sentence: str) -> None:  # type: ignore[no-untyped-def]
+    data = json.loads(full_report().to_json())
+    damage(data)
+    with pytest.raises(BadReport, match=sentence) as caught:
+        Report.from_json(json.dumps(data))
+    assert isinstance(caught.value, RefoldError)
+
+
+def test_text_that_is_not_json_is_refused() -> None:
+    with pytest.raises(BadReport, match="not JSON"):
+        Report.from_json("<html>")
+
+
+def test_text_summary_says_speed_exactness_and_changes() -> None:
+    text = str(full_report())
+    assert "1.50× faster (between 1.40 and 1.60)" in text
+    assert "within rounding: As exact as the original." in text
+    assert "2 places by 1 of 2 transformations, 1 taken back, 1 refusals" in text
+    assert "12 ms" in text and "800 ns" in text
+
+
+def test_a_spread_that_holds_one_is_no_speed_up() -> None:
+    report = Report("t", ModelSummary("M"), speedup=Ratio(1.03, 0.99, 1.07))
+    assert "no measurable difference" in str(report)
+    assert "faster" not in str(report)
+
+
+def test_rewrites_counts_only_what_was_kept() -> None:
+    assert full_report().rewrites == 2
+
+
+def test_notebook_table_escapes_every_name() -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    report = Report(evil, ModelSummary(evil), exactness=Verification(evil), steps=(RewriteCard(evil, "kept"),))
+    html = report._repr_html_()
+    assert "<img" not in html
+    assert html.count("&lt;img") == 4
+
+
+# ---- reading a graph
+
+
+def by_name(graph: GraphData) -> dict[str, GraphNode]:
+    return {node.id: node for node in graph.nodes}
+
+
+def test_graph_data_of_a_traced_model() -> None:
+    gm = fx.symbolic_trace(Stack())
+    ShapeProp(gm).propagate(torch.zeros(3, 4))
+    before = copy.deepcopy(gm.code)
+    nodes = by_name(graph_data(gm))
+    assert list(nodes) == [node.name for node in gm.graph.nodes]
+    assert gm.code == before
+    query = nodes["layer_0_query"]
+    assert (query.op, query.target, query.module) == ("call_module", "layer.0.query", "layer.0")
+    assert query.detail == "Linear(in_features=4, out_features=4, bias=True)"
+    assert query.value == "float32 [3, 4]"
+    assert nodes["relu_1"].module == "layer.1"
+    assert nodes["add"].inputs == ("layer_0_query", "layer_0_key")
+    assert nodes["add"].target == "operator.add"
+    assert nodes["scale"].op == "get_attr" and nodes["scale"].module == ""
+    assert nodes["reshape"].module == ""
+
+
+def test_graph_data_of_an_exported_model() -> None:
+    exported = torch.export.export(Stack(), (torch.zeros(3, 4),))
+    nodes = by_name(graph_data(exported.graph_module))
+    assert nodes["relu"].target == "aten.relu.default"
+    assert nodes["relu"].module == "layer.0"
+    assert nodes["relu"].value == "float32 [3, 4]"
+
+
+def insert_after(gm: fx.GraphModule, name: str) -> fx.Node:
+    """A new node without any meta behind the named one, as a rewrite makes them."""
+    old = next(node for node in gm.graph.nodes if node.name == name)
+    with gm.graph.inserting_after(old):
+        made = gm.graph.call_function(operator.neg, (old,))
+    old.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    return made
+
+
+def test_nodes_without_a_module_stack_stand_between_their_neighbours() -> None:
+    gm = fx.symbolic_trace(Stack())
+    inside = insert_after(gm, "add")
+    behind_it = insert_after(gm, inside.name)
+    between = insert_after(gm, "relu")
+    assert not inside.meta
+    nodes = by_name(graph_data(gm))
+    assert nodes[inside.name].module == nodes[behind_it.name].module == "layer.0"
+    assert nodes[between.name].module == "layer"  # it reads layer.0, and layer.1 reads it
+    assert nodes["reshape"].module == ""  # it reads layer.1 through mul, and the output reads it
+
+
+def test_provenance_is_taken_over() -> None:
+    gm = fx.symbolic_trace(Stack())
+    nodes = by_name(graph_data(gm, {"add": ["layer_0_query", "layer_0_key"]}))
+    assert nodes["add"].provenance == ("layer_0_query", "layer_0_key")
+
+
+def test_model_code_is_not_run_for_a_label() -> None:
+    class Loud(nn.Linear):
+        def extra_repr(self) -> str:
+            raise RuntimeError("a label must not run this")
+
+    gm = fx.symbolic_trace(nn.Sequential(Loud(2, 2)), concrete_args=None)
+    gm.add_module("loud", Loud(2, 2))
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes)).next):
+        gm.graph.call_module("loud", (next(iter(gm.graph.nodes)),))
+    assert by_name(graph_data(gm))["loud"].detail == "Loud"
+
+
+def test_reading_a_graph_is_linear_in_nodes() -> None:
+    def seconds(count: int) -> float:
+        graph = fx.Graph()
+        node = graph.placeholder("x")
+        for _ in range(count):
+            node = graph.call_function(torch.relu, (node,))
+        graph.output(node)
+        gm = fx.GraphModule(nn.Module(), graph)
+        best = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            assert len(graph_data(gm)) == count + 2
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    # eight times the nodes: a quadratic reader would take 64 times as long
+    assert seconds(8000) < 24 * seconds(1000)
