@@ -1,0 +1,132 @@
+"""The main job: capture a model, rewrite it, verify, measure, keep what helps, and choose the fastest way to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from refold.capture import trace
+from refold.capturing.errors import CaptureError
+from refold.change import Change
+from refold.errors import RefoldError
+from refold.executors import Signature
+from refold.explaining import hollow_copy
+from refold.history import history
+from refold.optimizing.budget import Budget
+from refold.optimizing.calls import Inputs, as_call, device_of_call, split
+from refold.optimizing.choosing import choose
+from refold.optimizing.optimized import OptimizedModule, Variant
+from refold.optimizing.pipeline import chosen_pipeline
+from refold.optimizing.progress import Progress, shown
+from refold.optimizing.reporting import build_report
+from refold.optimizing.steps import Step, take_steps
+from refold.report.data import GraphData
+from refold.report.graph import graph_data
+from refold.transformation import Transformation
+from refold.verify import OutputReference, verify
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    level: str = "default",
+    pipeline: Sequence[Transformation] | None = None,
+    backend: str = "auto",
+    time_budget: float | None = None,
+    on_new_input: str = "fallback",
+    progress: bool | Progress | None = None,
+) -> OptimizedModule:
+    """Find the fastest correct way to run a model on inputs like these, on this machine.
+
+    The model is captured, every transformation of the pipeline is applied, verified against a float64 reference and
+    measured against the version before it, and taken back if it is wrong or slower. Then every executor that is
+    available (`backend="auto"`), or the one that is named, is prepared, checked and timed, and the fastest one wins.
+
+    `example_inputs` is a dict of keyword arguments, a tuple of positional ones, or one tensor. `level="safe"` keeps
+    only rewrites that leave every output bit-identical. `time_budget` (seconds) bounds the search: what was not tried
+    by then is not tried. `on_new_input="optimize"` optimizes again for every new input signature instead of running
+    the original on it. The result is called like the model; `.restore()` gives the model back.
+    """
+    if on_new_input not in ("fallback", "optimize"):
+        raise RefoldError(f"on_new_input must be 'fallback' or 'optimize', not {on_new_input!r}.")
+    if isinstance(model, OptimizedModule):
+        raise RefoldError("the model is optimized already; call .restore() on it first.")
+    if model.training:
+        raise RefoldError("the model is in training mode; call model.eval() first: optimizing is for inference.")
+    steps = chosen_pipeline(level, pipeline)
+
+    def build(inputs: Inputs, tell: Progress) -> Variant:
+        return _build(model, inputs, steps, level=level, backend=backend, budget=Budget(time_budget), tell=tell)
+
+    def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        if args and kwargs:
+            raise RefoldError("a call that mixes positional and keyword arguments cannot be optimized again.")
+        return build(kwargs or args, lambda what, done: None)
+
+    with shown(progress) as tell:
+        variant = build(as_call(example_inputs), tell)
+    return OptimizedModule(model, variant, again if on_new_input == "optimize" else None)
+
+
+def _build(
+    model: nn.Module,
+    inputs: Inputs,
+    pipeline: tuple[Transformation, ...],
+    *,
+    level: str,
+    backend: str,
+    budget: Budget,
+    tell: Progress,
+) -> Variant:
+    """Everything for one input signature."""
+    args, kwargs = split(inputs)
+    notes: list[str] = []
+    tell("capturing", 0.0)
+    gm = _captured(model, args, kwargs, notes)
+    before = GraphData() if gm is None else graph_data(gm)
+    original = None if gm is None else hollow_copy(gm)
+    steps = [] if gm is None else take_steps(gm, pipeline, inputs, level=level, budget=budget, tell=_part(tell, 0.1, 0.5))
+    tell("running the float64 reference", 0.5)
+    reference = OutputReference.of(model if original is None else original, inputs)
+    exactness = verify(gm, inputs, original=original) if gm is not None and history(gm) else None
+    choice = choose(
+        model,
+        model if gm is None else gm,
+        inputs,
+        backend=backend,
+        device=device_of_call(model, inputs),
+        reference=reference,
+        level=level,
+        budget=budget,
+        tell=_part(tell, 0.55, 1.0),
+    )
+    changes = [] if gm is None else _changes_by_step(gm, steps)
+    report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
+    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, choice.follows_weights, report)
+
+
+def _captured(model: nn.Module, args: Any, kwargs: Any, notes: list[str]) -> GraphModule | None:
+    """The model as a graph for just these sizes; None, with a note, where it cannot be captured."""
+    if isinstance(model, GraphModule):
+        return model
+    try:
+        with torch.no_grad():
+            return trace(model, *args, dynamic=False, **kwargs)
+    except CaptureError as error:
+        notes.append(f"The model could not be captured, so it is run as it is: {error}")
+        return None
+
+
+def _part(tell: Callable[[str, float], None], start: float, stop: float) -> Progress:
+    return lambda what, done: tell(what, start + done * (stop - start))
+
+
+def _changes_by_step(gm: GraphModule, steps: list[Step]) -> list[tuple[int, Change]]:
+    """The changes on the module's history, each with the number of the step that made it."""
+    by_signature = {step.transformation.signature: i for i, step in enumerate(steps) if step.status == "kept"}
+    return [(by_signature.get(change.signature, 0), change) for change in history(gm)]

@@ -1,0 +1,27 @@
+"""How much of the time that optimizing may take is left."""
+
+from __future__ import annotations
+
+import time
+
+
+class Budget:
+    """A clock that starts when it is made; without a limit it never runs out."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._start = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return float("inf") if self.seconds is None else max(0.0, self.seconds - self.spent)
+
+    def share(self, part: float, most: float) -> float:
+        """A part of what is left, but no more than `most` seconds."""
+        return min(most, self.left * part)

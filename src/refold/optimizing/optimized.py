@@ -1,0 +1,191 @@
+"""The optimized model: used like the original, fast where it was built for, and the original itself everywhere else."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from refold import fx_private
+from refold.executors import Signature, UnsupportedInput
+from refold.history import history, undo
+from refold.report.data import Report
+from refold.weights import Concatenate
+
+_MOST_NOTES = 20
+
+
+@dataclass
+class Variant:
+    """A way to run the model that was built for one input signature."""
+
+    signature: Signature
+    graph_module: GraphModule | None
+    run: Callable[..., Any]
+    executor: str
+    follows_weights: bool
+    report: Report
+
+    @functools.cached_property
+    def shares_weights(self) -> bool:
+        """Whether weights that are written in place in the original are seen: only merged views share memory."""
+        if not self.follows_weights or self.graph_module is None:
+            return self.follows_weights
+        maps = [record.map.operation for change in history(self.graph_module) for record in change.maps]
+        return all(isinstance(operation, Concatenate) for operation in maps)
+
+
+class OptimizedModule(nn.Module):
+    """Runs a model the fastest correct way that was found for its example inputs.
+
+    An input of another signature, training mode, inputs that require gradients, and weights that were changed since all
+    go to the original model; `notes` says when that happened. Everything else (attributes, methods, parameters,
+    `state_dict`) is the original's own.
+    """
+
+    def __init__(
+        self, original: nn.Module, variant: Variant, reoptimize: Callable[[Any, Any], Variant] | None = None
+    ) -> None:
+        super().__init__()
+        hidden = self.__dict__  # not registered as a child: names of parameters stay those of the original
+        hidden["original"] = original
+        hidden["variants"] = [variant]
+        hidden["notes"] = []
+        hidden["_reoptimize"] = reoptimize
+        hidden["_watched"] = [*original.parameters(), *original.buffers()]
+        hidden["_versions"] = self._current_versions()
+        hidden["forward"] = functools.wraps(original.forward)(self._forward)
+        self.__dict__["training"] = original.training
+
+    # --- running ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.original.training:
+            return self._fall_back("the model is in training mode", args, kwargs)
+        variant, reason = self._find(args, kwargs)
+        if variant is None:
+            return self._fall_back(reason, args, kwargs)
+        with torch.no_grad():
+            return variant.run(*args, **kwargs)
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant | None, str]:
+        """The variant for a call, or why there is none."""
+        reason = "it was restored"
+        for variant in self.variants:
+            try:
+                tensors = variant.signature.tensors(args, kwargs)
+            except UnsupportedInput as unsupported:
+                reason = str(unsupported)
+                continue
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                return None, "gradients of an input are asked for"
+            if not variant.shares_weights and self._current_versions() != self._versions:
+                return None, "weights of the original were changed since it was optimized"
+            return variant, ""
+        if self._reoptimize is not None and self.variants:
+            variant = self._reoptimize(args, kwargs)
+            self.variants.append(variant)
+            self._note(f"optimized again for another input: {reason}")
+            return variant, ""
+        return None, reason
+
+    def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._note(f"ran the original: {reason}")
+        return self.original(*args, **kwargs)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes and len(self.notes) < _MOST_NOTES:
+            self.notes.append(note)
+
+    def _current_versions(self) -> list[int | None]:
+        return [fx_private.version_of(tensor) for tensor in self._watched]
+
+    # --- what it tells and gives back ------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> Report:
+        """Everything that was tried, kept and measured."""
+        built = self.variants[0].report if self.variants else self._last_report
+        return replace(built, notes=(*built.notes, *self.notes))
+
+    @property
+    def graph_module(self) -> GraphModule | None:
+        """The rewritten graph, with its history."""
+        return self.variants[0].graph_module if self.variants else None
+
+    def restore(self) -> nn.Module:
+        """Undo everything and give the original model back, bit for bit."""
+        if self.variants:
+            self.__dict__["_last_report"] = self.variants[0].report
+        while self.variants:
+            gm = self.variants.pop().graph_module
+            if gm is not None and history(gm):
+                undo(gm, None)
+        return self.original
+
+    # --- being the original ----------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.original)})
+
+    def __repr__(self) -> str:
+        how = self.variants[0].executor if self.variants else "restored"
+        return f"Optimized[{how}]({self.original!r})"
+
+    def train(self, mode: bool = True) -> OptimizedModule:
+        self.original.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:  # type: ignore[override]
+        return self.original.named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.original.named_children()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.original.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.original.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> OptimizedModule:
+        self.original.requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.original.zero_grad(set_to_none)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> OptimizedModule:
+        """`.to()`, `.half()`, `.cuda()`: the original moves, and what was built for the old place is given up."""
+        self.restore()
+        self.original._apply(fn, recurse)
+        self._note("moved or cast since it was optimized: runs the original; call refold.optimize again")
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy is a copy of the original: compiled code cannot be copied."""
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self) -> Any:
+        return (_itself, (self.original,))
+
+
+def _itself(original: nn.Module) -> nn.Module:
+    """Unpickling gives the original: compiled code cannot be stored. `refold.save` keeps the rewritten graph."""
+    return original

@@ -1,0 +1,52 @@
+"""Which transformations are tried, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from refold.errors import RefoldError
+from refold.transformation import Transformation, check_transformation
+from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
+from refold.transformations.fold_batch_norm import FoldBatchNorm
+from refold.transformations.fold_constants import FoldConstants
+from refold.transformations.fuse_attention import FuseAttention
+from refold.transformations.merge_convolutions import MergeConvolutions
+from refold.transformations.merge_linears import MergeLinears
+from refold.transformations.remove_no_ops import RemoveNoOps
+from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
+
+LEVELS = ("safe", "default", "max")
+
+
+class BadLevel(RefoldError, ValueError):
+    """There is no such level."""
+
+
+def default_pipeline(level: str = "default") -> tuple[Transformation, ...]:
+    """The transformations of a level. All levels try the same ones where they can: `safe` keeps only what leaves every
+    output bit-identical, `max` also keeps what trades accuracy of the same class for speed in memory layout."""
+    if level not in LEVELS:
+        raise BadLevel(f"level must be one of {', '.join(LEVELS)}, not {level!r}.")
+    pipeline: list[Transformation] = [
+        RemoveNoOps(),
+        SimplifyAttentionMask(),
+        FuseAttention(),
+        FoldConstants(),
+        EliminateCommonSubexpressions(),
+        FoldBatchNorm(),
+        MergeLinears(),
+        MergeConvolutions(),
+    ]
+    if level == "max":
+        from refold.transformations.channels_last import ChannelsLast
+
+        pipeline.append(ChannelsLast())
+    return tuple(pipeline)
+
+
+def chosen_pipeline(level: str, pipeline: Sequence[Transformation] | None) -> tuple[Transformation, ...]:
+    """The user's own pipeline, or the level's."""
+    if pipeline is None:
+        return default_pipeline(level)
+    default_pipeline(level)  # an unknown level is a mistake even where it names no pipeline
+    return tuple(check_transformation(t) for t in pipeline)

@@ -1,0 +1,98 @@
+"""One transformation after the other: applied, verified, measured, and kept or taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from refold.errors import RefoldError
+from refold.executors import executors
+from refold.explaining import hollow_copy
+from refold.history import history, undo
+from refold.measure import Measurement, measure
+from refold.optimizing.budget import Budget
+from refold.optimizing.calls import Inputs, split
+from refold.result import Result, result
+from refold.transformation import Transformation
+from refold.verify import Verification, verify_last
+
+_MEASURE_SECONDS = 4.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of one transformation."""
+
+    transformation: Transformation
+    status: str
+    result: Result
+    verification: Verification | None = None
+    measurement: Measurement | None = None
+    note: str = ""
+
+
+def take_steps(
+    gm: GraphModule,
+    pipeline: tuple[Transformation, ...],
+    inputs: Inputs,
+    *,
+    level: str,
+    budget: Budget,
+    tell: Callable[[str, float], None],
+) -> list[Step]:
+    """Try every transformation of a pipeline on a module, in place."""
+    steps = []
+    for i, transformation in enumerate(pipeline):
+        tell(f"trying {type(transformation).__name__}", i / max(1, len(pipeline)))
+        steps.append(_take(gm, transformation, inputs, level=level, budget=budget))
+    return steps
+
+
+def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, level: str, budget: Budget) -> Step:
+    before, changes = hollow_copy(gm), len(history(gm))
+    try:
+        transformation(gm)
+    except (RefoldError, Exception) as error:  # a plugin may raise anything; the module is as it was before
+        outcome = Result(repr(transformation), note=f"It failed and was left out: {type(error).__name__}: {error}")
+        return Step(transformation, "refused", outcome, note=outcome.note)
+    outcome, made = result(gm), len(history(gm)) - changes
+    if not made:
+        return Step(transformation, "refused" if outcome.refused else "no match", outcome)
+    verification = verify_last(gm, inputs, made)
+    if not verification.right:
+        undo(gm, made)
+        return Step(transformation, "taken back", outcome, verification, note="It did not verify.")
+    if level == "safe" and verification.grade != "bit-identical":
+        undo(gm, made)
+        return Step(transformation, "taken back", outcome, verification, note="It is right, but not bit-identical.")
+    measurement = _measured(before, gm, inputs, budget)
+    if measurement is not None and measurement.slower:
+        undo(gm, made)
+        return Step(transformation, "taken back", outcome, verification, measurement, "It was slower on this machine.")
+    return Step(transformation, "kept", outcome, verification, measurement)
+
+
+def _measured(before: GraphModule, after: GraphModule, inputs: Inputs, budget: Budget) -> Measurement | None:
+    """Both versions in turn; None where there is no time left to tell."""
+    seconds = budget.share(0.05, _MEASURE_SECONDS)
+    if seconds < 0.05:
+        return None
+    a, b = _replayed(before, inputs), _replayed(after, inputs)
+    return measure(a, b, inputs, time_budget=seconds)
+
+
+def _replayed(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
+    """On a GPU, launching from Python hides what a rewrite gains: compare captured graphs where they can be captured."""
+    device = next((t.device for t in gm.parameters()), torch.device("cpu"))
+    replay = executors(device).get("cuda_graph") if device.type == "cuda" else None
+    if replay is None:
+        return gm
+    args, kwargs = split(inputs)
+    try:
+        return replay.prepare(gm, args, kwargs)
+    except RefoldError:
+        return gm
