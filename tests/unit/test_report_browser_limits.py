@@ -133,6 +133,43 @@ def test_the_policy_stops_a_script_that_got_in(browser: Browser) -> None:
     browser.console()
 
 
+# ---- crowded levels
+
+
+def crowded_report() -> Report:
+    """Seven unused inputs, twenty operations between two modules, and a size that everything reads."""
+    nodes = [GraphNode("x", "placeholder", "x")]
+    nodes += [GraphNode(f"unused_{i}", "placeholder", f"unused_{i}") for i in range(7)]
+    nodes += [function("size", "", "aten.sym_size.int", "x"), function("first", "one", "torch.add", "x", "size")]
+    nodes += [function("first_too", "one", "torch.add", "first")]
+    nodes += [function(f"mask_{i}", "", "torch.mul", f"mask_{i - 1}" if i else "x", "size") for i in range(20)]
+    nodes += [function("second", "two", "torch.add", "first_too", "mask_19", "size")]
+    nodes += [function("second_too", "two", "torch.add", "second")]
+    nodes += [GraphNode("output", "output", "output", inputs=("second_too",))]
+    graph = GraphData(tuple(nodes))
+    return Report("crowded", ModelSummary("Crowded"), graph_before=graph, graph_after=graph)
+
+
+def test_loose_operations_and_unused_inputs_are_folded(browser: Browser) -> None:
+    browser.console()
+    browser.open(crowded_report())
+    labels = [text.text for text in browser.all("#pane-after .item > .name")]
+    assert sorted(labels) == sorted(["x", "unused inputs", "sym_size", "one", "mul … mul", "two", "output"])
+    assert len(browser.all("#pane-after .edge")) == 6  # none of the size but the one it reads
+    browser.js("Refold.page.showNamed('mask_7')")
+    assert browser.names("after", "selected") == ["mask_7"] and browser.seen("before", "mask_7")
+    assert "size" in [button.text for button in browser.all("#details .node-link")]
+    assert browser.console() == []
+
+
+def test_a_graph_that_the_layout_gives_up_on_is_still_shown(browser: Browser) -> None:
+    browser.open(small_report())
+    browser.js("Refold.place = () => { throw new Error('no layout'); }; Refold.page.showNamed('l2_merged')")
+    assert browser.names("after", "selected") == ["l2_merged"]
+    assert browser.seen("after", "l2_merged") and browser.seen("before", "l2_key")
+    assert browser.console() == []
+
+
 # ---- large graphs
 
 

@@ -133,7 +133,7 @@ class GraphData:
 class NodeLink:
     """Nodes of the original graph and the nodes of the final one that came from them, with the steps that did it.
 
-    A node that is in no link and has the same name in both graphs is the same node.
+    A node that is in no link and has the same name, op and target in both graphs is the same node.
     """
 
     before: tuple[str, ...]

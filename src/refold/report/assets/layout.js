@@ -7,6 +7,7 @@
   const PAD = 14;
   const PORT = 6;
   const CAREFUL = 48;
+  const MOST_SIDE_LINES = 3; // a value from outside that more boxes read (a mask, say) is drawn as a short arrow at each
 
   function leafSize(item) {
     const lines = [Refold.shortText(item.label, 34), Refold.secondLine(item)];
@@ -39,10 +40,40 @@
       graph.setNode(key, { width, height });
     }
     for (const [from, row] of group.edges) for (const [to, n] of row) graph.setEdge(keys.get(from), keys.get(to), { n });
-    addPort(graph, "in", [...group.entries].map((child) => ["in", keys.get(child)]));
-    addPort(graph, "out", [...group.exits].map((child) => [keys.get(child), "out"]));
-    dagre.layout(graph);
-    return read(group, graph, keys);
+    const entries = splitPorts(group.entries, (child) => graph.inEdges(keys.get(child)).length > 0);
+    const exits = splitPorts(group.exits, (child) => graph.outEdges(keys.get(child)).length > 0);
+    addPort(graph, "in", entries.lines.map((child) => ["in", keys.get(child)]));
+    addPort(graph, "out", exits.lines.map((child) => [keys.get(child), "out"]));
+    arrange(graph);
+    return { ...read(group, graph, keys), readsOutside: new Set(entries.stubs), readOutside: new Set(exits.stubs) };
+  }
+
+  /** Let dagre place everything. It gives up on rare graphs; a plain column is then better than an empty page. */
+  function arrange(graph) {
+    try {
+      Refold.place(graph);
+    } catch {
+      stack(graph);
+    }
+  }
+
+  function stack(graph) {
+    const nodes = graph.nodes().map((key) => graph.node(key));
+    const width = Math.max(...nodes.map((node) => node.width)) + 2 * PAD;
+    let y = PAD;
+    for (const node of nodes) {
+      Object.assign(node, { x: width / 2, y: y + node.height / 2 });
+      y += node.height + 26;
+    }
+    for (const { v, w } of graph.edges()) graph.edge(v, w).points = [graph.node(v), graph.node(w)].map(({ x, y: middle }) => ({ x, y: middle }));
+    Object.assign(graph.graph(), { width, height: y });
+  }
+
+  /** Which values that cross the border get a line to the port, and which only a short arrow at the box. */
+  function splitPorts(children, isInside) {
+    const side = [...children].filter(isInside);
+    if (side.length <= MOST_SIDE_LINES) return { lines: [...children], stubs: [] };
+    return { lines: [...children].filter((child) => !side.includes(child)), stubs: side };
   }
 
   function addPort(graph, name, edges) {
@@ -76,6 +107,7 @@
     for (let one = group; one; one = one.parent) one.layout = null;
   }
 
+  Refold.place = (graph) => dagre.layout(graph);
   Refold.layoutOf = layoutOf;
   Refold.forgetLayout = forget;
 })();

@@ -62,6 +62,7 @@
       Refold.showDetails(this, item); // first, because it takes room from the graphs
       this.bring(view, [item], item, []);
       this.bring(other, partners.slice(0, MOST_REVEALED), null, partners);
+      this.shareZoom(view, [item], other, partners);
       if (scroll) byId("graph").scrollIntoView({ block: "start" });
       if (focus) view.focus(item);
       this.drawConnectors();
@@ -74,6 +75,14 @@
       if (hidden) view.draw();
       else view.applyMarks();
       view.show(items);
+    }
+
+    /** Where one graph had to zoom out to show all it should, the other follows. */
+    shareZoom(view, items, other, partners) {
+      if (view.zoom === other.zoom || !other.canvas.clientWidth) return;
+      const [large, shown] = view.zoom > other.zoom ? [view, items] : [other, partners];
+      large.zoomBy(Math.min(view.zoom, other.zoom) / large.zoom);
+      large.show(shown);
     }
 
     /** Move the keyboard to an item without choosing it. */
@@ -164,11 +173,12 @@
       const hue = this.chosen.steps.size ? `hue-${[...this.chosen.steps][0] % 8}` : "";
       const lines = [];
       for (const from of ends(before, left)) for (const to of ends(after, right)) {
-        // from below each origin, so that origins side by side keep lines of their own
-        const [x1, y1] = [Math.min((from.left + from.right) / 2, left.right) - host.left, from.bottom - host.top];
+        // from below or above each origin, so that origins side by side keep lines of their own
         const [x2, y2] = [Math.max(to.left, right.left) - host.left, (to.top + to.bottom) / 2 - host.top];
+        const down = y2 > from.bottom - host.top + 20;
+        const [x1, y1] = [Math.min((from.left + from.right) / 2, left.right) - host.left, (down ? from.bottom : from.top) - host.top];
         const bend = Math.max(30, (x2 - x1) * 0.45);
-        lines.push(svg("path", { class: `connector ${hue}`, d: `M${x1} ${y1}C${x1} ${y1 + 70} ${x2 - bend} ${y2} ${x2} ${y2}` }));
+        lines.push(svg("path", { class: `connector ${hue}`, d: `M${x1} ${y1}C${x1} ${y1 + (down ? 70 : -45)} ${x2 - bend} ${y2} ${x2} ${y2}` }));
       }
       return lines;
     }

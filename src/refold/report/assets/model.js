@@ -4,6 +4,8 @@
 (() => {
   const LEVEL_LIMIT = 120; // more children than this on one level are cut into runs, so that no layout is ever large
   const RUN_LENGTH = 60;
+  const CROWDED = 16; // from here on, loose nodes between the modules of a level are folded into runs
+  const SHORTEST_RUN = 5;
 
   class Item {
     constructor(kind, name, label) {
@@ -49,9 +51,13 @@
       for (const row of table.rows) this.addNode(row, column);
       for (const node of this.nodes.values()) this.connect(node);
       this.root.children = this.tidy(this.root);
+      foldUnusedInputs(this.root);
+      foldLooseNodes(this.root);
       cutLongLevels(this.root);
       measureDepth(this.root);
-      for (const node of this.nodes.values()) for (const source of node.sources) liftEdge(source, node);
+      for (const node of this.nodes.values()) {
+        for (const source of node.sources) if (!isSize(source)) liftEdge(source, node);
+      }
     }
 
     addNode(row, column) {
@@ -84,18 +90,17 @@
       return made;
     }
 
-    /** Modules that hold nothing but one other module are drawn as one box: "encoder.layer". */
+    /** A module that holds one thing only is drawn as that thing: "encoder.layer", or "query.linear". */
     tidy(group) {
       return group.children.map((child) => {
-        if (child.kind !== "module") return child;
         let inner = child;
-        while (inner.children.length === 1 && inner.children[0].kind === "module") {
+        while (inner.isGroup && inner.children.length === 1) {
           this.modules.delete(inner.name);
           inner.children[0].label = `${inner.label}.${inner.children[0].label}`;
           inner = inner.children[0];
         }
         inner.parent = group;
-        inner.children = this.tidy(inner);
+        if (inner.isGroup) inner.children = this.tidy(inner);
         return inner;
       });
     }
@@ -116,18 +121,52 @@
 
   function runs(group) {
     const made = [];
-    for (let i = 0; i < group.children.length; i += RUN_LENGTH) {
-      const part = group.children.slice(i, i + RUN_LENGTH);
-      const [first, last] = [part[0], part[part.length - 1]];
-      const run = new Group("run", `${group.name}#${first.name}`, "");
-      run.first = first.first || first.label;
-      run.last = last.last || last.label;
-      run.label = `${run.first} … ${run.last}`;
-      run.parent = group;
-      for (const child of part) run.add(child);
-      made.push(run);
-    }
+    for (let i = 0; i < group.children.length; i += RUN_LENGTH) made.push(makeRun(group, group.children.slice(i, i + RUN_LENGTH)));
     return made;
+  }
+
+  function makeRun(group, part, label) {
+    const [first, last] = [part[0], part[part.length - 1]];
+    const run = new Group("run", `${group.name}#${first.name}`, "");
+    run.first = first.first || first.label;
+    run.last = last.last || last.label;
+    run.label = label || `${run.first} … ${run.last}`;
+    run.parent = group;
+    for (const child of part) run.add(child);
+    return run;
+  }
+
+  function foldUnusedInputs(root) {
+    const unused = root.children.filter((child) => child.op === "placeholder" && !child.users.length);
+    if (unused.length < 3) return;
+    root.children = root.children.filter((child) => !unused.includes(child));
+    root.children.unshift(makeRun(root, unused, "unused inputs"));
+  }
+
+  /** On a crowded level that has modules, operations that follow each other become one box (they are in execution order). */
+  function foldLooseNodes(group) {
+    for (const child of group.children) if (child.kind === "module") foldLooseNodes(child);
+    if (group.children.length <= CROWDED || !group.children.some((child) => child.kind === "module")) return;
+    const kept = [];
+    let loose = [];
+    const flush = () => {
+      kept.push(...(loose.length < SHORTEST_RUN ? loose : [makeRun(group, loose)]));
+      loose = [];
+    };
+    for (const child of group.children) {
+      if (!child.isGroup && child.op !== "placeholder" && child.op !== "output") loose.push(child);
+      else {
+        flush();
+        kept.push(child);
+      }
+    }
+    flush();
+    group.children = kept;
+  }
+
+  /** A node that computes a size, not a tensor. Its many edges are left to the details: drawn, they hide the rest. */
+  function isSize(node) {
+    return node.op === "call_function" && /\bsym_(size|stride|numel)\b/.test(node.target);
   }
 
   function measureDepth(group, depth = 0) {
@@ -220,7 +259,8 @@
 
     pairByName(node) {
       const same = this.after.nodes.get(node.name);
-      if (same && !this.partners.has(node) && !this.partners.has(same)) this.pair(node, same);
+      if (!same || same.op !== node.op || same.target !== node.target) return;
+      if (!this.partners.has(node) && !this.partners.has(same)) this.pair(node, same);
     }
 
     pair(one, two) {

@@ -53,10 +53,18 @@
       this.drawing = svg("svg", { class: "drawing", role: "tree", "aria-label": `graph ${graph.side}` });
       this.canvas.append(this.drawing);
       host.append(this.canvas);
+      host.querySelector("h3").append(el("span", { class: "quiet" }, ` ${whole.format(graph.nodes.size)} nodes`));
       this.drawing.addEventListener("click", (event) => this.clicked(event));
       this.drawing.addEventListener("focusin", (event) => this.focused(event));
       this.canvas.addEventListener("wheel", (event) => this.wheeled(event), { passive: false });
       this.canvas.addEventListener("pointerdown", (event) => this.startDrag(event));
+    }
+
+    /** Where to look first in a wide drawing: the middle of the largest module. */
+    heart() {
+      const { items } = Refold.layoutOf(this.graph.root);
+      const largest = items.reduce((best, place) => ((place.item.size || 0) > (best?.item.size || 0) ? place : best), null);
+      return largest ? largest.x + largest.width / 2 : this.size.width / 2;
     }
 
     // ---- drawing
@@ -78,7 +86,16 @@
       const lines = layout.edges.map((edge) => this.drawEdge(edge));
       const dots = layout.ports.map((port) => svg("circle", { class: "port", cx: port.x, cy: port.y, r: 2.5 }));
       const placed = [...layout.items].sort((a, b) => a.y - b.y || a.x - b.x);
-      return svg("g", {}, lines, dots, placed.map((place) => this.drawItem(place)));
+      return svg("g", {}, lines, dots, placed.map((place) => this.drawItem(place)), placed.flatMap((place) => this.drawStubs(place, layout)));
+    }
+
+    /** Short arrows for values that come from, or go to, the outside of the module. */
+    drawStubs({ item, x, y, width, height }, layout) {
+      const stub = (start, text) => svg("path", { d: `M${start} ${y + height / 2}h11`, class: "edge edge-port", "marker-end": `url(#arrow-${this.graph.side})` }, svg("title", {}, text));
+      const made = [];
+      if (layout.readsOutside.has(item)) made.push(stub(x - 13, "reads a value from outside of this module"));
+      if (layout.readOutside.has(item)) made.push(stub(x + width + 2, "is read outside of this module"));
+      return made;
     }
 
     drawEdge(edge) {
@@ -190,7 +207,7 @@
         box.setAttribute("aria-selected", String(item === selected));
       }
       if (this.order.length && !this.elements.has(selected)) this.elements.get(this.order[0]).setAttribute("tabindex", "0");
-      for (const line of this.drawing.querySelectorAll(".edge")) line.classList.toggle("active", Boolean(selected) && line.ends.includes(selected));
+      for (const line of this.drawing.querySelectorAll(".edge")) line.classList.toggle("active", Boolean(selected && line.ends?.includes(selected)));
     }
 
     element(item) {
@@ -289,7 +306,7 @@
 
     /** The zoom at which the whole width can be seen, within what can be read. */
     fittingZoom() {
-      return Math.min(1, Math.max(0.45, (this.canvas.clientWidth - 8) / this.size.width));
+      return Math.min(1, Math.max(0.6, (this.canvas.clientWidth - 8) / this.size.width));
     }
 
     fit(zoom = this.fittingZoom()) {
@@ -297,7 +314,7 @@
       if (!this.fitted) return;
       this.zoom = zoom;
       this.applyZoom();
-      this.canvas.scrollLeft = (this.size.width * zoom - this.canvas.clientWidth) / 2;
+      this.canvas.scrollLeft = this.heart() * zoom - this.canvas.clientWidth / 2;
     }
   }
 
