@@ -57,6 +57,8 @@ class Change:
     groups: tuple[tuple[int, int], ...] = ()
     marked: frozenset[str] = frozenset()
     sites: tuple[Any, ...] = ()
+    recipe: dict[str, Any] | None = None
+    """The class path and settings of the transformation as plain data; None where they are not plain."""
 
     # --- what it touched -------------------------------------------------------------------------------------------
 

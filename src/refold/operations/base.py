@@ -1,0 +1,93 @@
+"""What every kind of weight map can do: forward, back, and carry gradients and moments along."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+class NoInverse(Exception):
+    """Why changed weights cannot be carried back; the caller turns it into a WeightsChanged that names the layer."""
+
+
+class Operation(ABC):
+    """One kind of map. Subclasses are frozen dataclasses whose fields are plain settings."""
+
+    structural: ClassVar[bool]
+    """Structural: the inverse is exact and needs no record. Otherwise parametric: computed in float64, rounded once."""
+    registry: ClassVar[dict[str, type[Operation]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Operation.registry[cls.__name__] = cls
+
+    @abstractmethod
+    def forward(self, old: Tensors) -> Tensors:
+        """The new tensors by role."""
+
+    @abstractmethod
+    def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
+        """The old tensors by role, those of `kept_roles` left out. Structural operations answer with views of the new
+        tensors, parametric ones in float64, computed element by element so that the bits are the same anywhere."""
+
+    def kept_roles(self, roles: frozenset[str]) -> frozenset[str]:
+        """Sources that the targets do not determine; they are small and stored as they are."""
+        return frozenset()
+
+    def from_kept(self, kept: Tensors) -> Tensors:
+        """Targets that the kept sources alone determine, in float64; tells a cast from a change."""
+        return {}
+
+    def carry(self, new: Tensors, kept: Tensors, exact: Tensors, changed: frozenset[str]) -> Tensors:
+        """The old tensors when new ones (the roles in `changed`) were changed; may also answer for kept roles.
+        `exact` holds what the stored correction gives: right wherever the new tensors did not change."""
+        return self.inverse(new, kept)
+
+    def gradient_forward(self, old: Tensors, values: Tensors, power: int) -> Tensors:
+        """Move gradients (power 1) or their squares (power 2) from the old to the new tensors; `values` are the old
+        tensors themselves. Roles that the given ones do not determine are left out."""
+        return self.forward(old)
+
+    def gradient_inverse(self, new: Tensors, values: Tensors, power: int) -> Tensors:
+        """Move gradients (power 1) or their squares (power 2) from the new to the old tensors; `values` are the old
+        tensors themselves. Roles that the given ones do not determine are left out."""
+        return self.inverse(new, values)
+
+    def heirs(self, roles: frozenset[str]) -> dict[str, frozenset[str]]:
+        """For each target, the sources that it takes the place of in an optimizer (default: all of the one target)."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """The operation as JSON-able data; `Operation.from_settings` is its inverse."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {"operation": type(self).__name__, **values}
+
+    @staticmethod
+    def from_settings(data: Mapping[str, Any]) -> Operation:
+        """Rebuild an operation from `settings`; only known operations are made."""
+        cls = Operation.registry.get(str(data.get("operation")))
+        if cls is None:
+            raise ValueError(f"unknown weight map operation {data.get('operation')!r}")
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "operation"}
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"{cls.__name__} does not have these settings: {error}") from None
+
+
+def along(vector: torch.Tensor, axis: int, like: torch.Tensor) -> torch.Tensor:
+    """A vector in a shape that broadcasts along one axis of a tensor."""
+    shape = [1] * like.dim()
+    shape[axis] = -1
+    return vector.reshape(shape)
+
+
+def prefer_exact(carried: torch.Tensor, exact: torch.Tensor, again: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Element by element: what the correction says, where mapping that forward (`again`) gives the very number that is
+    there now (so every number that was not changed comes back bit for bit), and the computed inverse elsewhere."""
+    return torch.where(again.to(new.dtype) == new, exact.to(carried.dtype), carried)

@@ -1,0 +1,156 @@
+"""Fold a batch norm into the linear map before or behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from refold.operations.base import NoInverse, Operation, Tensors, along, prefer_exact
+
+
+@dataclass(frozen=True)
+class FoldBatchNorm(Operation):
+    """Fold `y = γ·(x − μ)/√(σ²+ε) + β` into the linear map before or after it. With `s = γ/√(σ²+ε)`, `t = β − s·μ`:
+
+    after it (`x = W·u + b`):   `W' = s·W`, `b' = s·b + t`; back: `W = W'/s`, and a changed `b'` goes into β.
+    before it (`z = W·y + b`):  `W' = W·s`, `b' = b + W·t`; back: `W = W'/s`, `b = b' − W·t`.
+
+    `channel` is the axis of W along which s runs. With `guard`, s and t are made as well (see refold.runtime).
+    """
+
+    structural = False
+    eps: float
+    channel: int
+    first: str = "linear"
+    guard: bool = False
+
+    def kept_roles(self, roles: frozenset[str]) -> frozenset[str]:
+        return roles - {"weight"}
+
+    def scale(self, values: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """s and t in float64."""
+        variance = values["running_var"].double()
+        gamma = values["gamma"].double() if "gamma" in values else torch.ones_like(variance)
+        scale = gamma / torch.sqrt(variance + self.eps)
+        shift = values["beta"].double() if "beta" in values else torch.zeros_like(variance)
+        return scale, shift - scale * values["running_mean"].double()
+
+    def forward(self, old: Tensors) -> Tensors:
+        weight = old["weight"].double()
+        scale, shift = self.scale(old)
+        bias = old["bias"].double() if "bias" in old else None
+        if self.first == "linear":
+            new_bias = shift if bias is None else scale * bias + shift
+        else:
+            moved = self._through(weight, shift)
+            new_bias = moved if bias is None else bias + moved
+        new = {"weight": weight * along(scale, self.channel, weight), "bias": new_bias}
+        new |= {"scale": scale, "shift": shift} if self.guard else {}
+        return {role: value.to(old["weight"].dtype) for role, value in new.items()}
+
+    def from_kept(self, kept: Tensors) -> Tensors:
+        scale, shift = self.scale(kept)
+        known = {"scale": scale, "shift": shift}
+        if self.first == "linear":
+            known["bias"] = scale * kept["bias"].double() + shift if "bias" in kept else shift
+        return known
+
+    def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
+        weight = new["weight"].detach().double()
+        scale = along(self.scale(kept)[0], self.channel, weight)
+        return {"weight": torch.where(scale == 0, torch.zeros_like(weight), weight / scale)}
+
+    def carry(self, new: Tensors, kept: Tensors, exact: Tensors, changed: frozenset[str]) -> Tensors:
+        if changed & {"scale", "shift"}:
+            raise NoInverse("the scale or shift of its batch norm was changed apart from its weights")
+        weight, bias = new["weight"].detach(), new["bias"].detach().double()
+        scale, shift = self.scale(kept)
+        spread = along(scale, self.channel, weight)
+        if bool((weight[(spread == 0).expand_as(weight)] != 0).any()):
+            raise NoInverse("its batch norm has a scale of 0 in a channel whose folded weights were changed")
+        again = exact["weight"].double() * spread
+        old = prefer_exact(self.inverse(new, kept)["weight"], exact["weight"], again, weight)
+        if not bool(torch.isfinite(old.to(exact["weight"].dtype)[torch.isfinite(weight)]).all()):
+            raise NoInverse(f"a changed weight divided by its batch norm's scale is too large for {weight.dtype}")
+        if self.first == "linear" and "bias" not in changed:
+            return {"weight": old}
+        return {"weight": old} | self._carried_bias(bias, old, scale, shift, kept)
+
+    def _carried_bias(
+        self, bias: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, kept: Tensors
+    ) -> Tensors:
+        if self.first == "linear":
+            if "beta" in kept:
+                inner = kept["bias"].double() if "bias" in kept else torch.zeros_like(scale)
+                return {"beta": bias - scale * (inner - kept["running_mean"].double())}
+            if "bias" in kept and bool((scale != 0).all()):
+                return {"bias": (bias - shift) / scale}
+            raise NoInverse("neither the layer nor its batch norm has a bias that could hold the changed one")
+        if "bias" in kept:
+            return {"bias": bias - self._through(weight, shift)}
+        if bool((shift == 0).all()) and bool((bias == 0).all()):
+            return {}
+        raise NoInverse("the layer has no bias of its own that could hold the changed one")
+
+    # --- gradients -------------------------------------------------------------------------------------------------
+    # behind the layer:  ∂W = s·∂W',            ∂b = s·∂b', ∂β = ∂b',    ∂γ = (Σ ∂W'·W + ∂b'·(b − μ)) / √(σ²+ε)
+    # before the layer:  ∂W = s·∂W' + ∂b'·tᵀ,   ∂b = ∂b',   ∂β = Wᵀ·∂b', ∂γ = (Σ ∂W'·W − μ·Wᵀ·∂b') / √(σ²+ε)
+
+    def gradient_forward(self, old: Tensors, values: Tensors, power: int) -> Tensors:
+        scale, shift = self.scale(values)
+        if "weight" not in old or bool((scale == 0).any()):
+            return {}
+        weight = old["weight"].double()
+        spread = along(scale, self.channel, weight)
+        if self.first == "linear":
+            moved = {"weight": weight / spread**power}
+            if "beta" in old:
+                return moved | {"bias": old["beta"].double()}
+            return moved | ({"bias": old["bias"].double() / scale**power} if "bias" in old else {})
+        if "bias" not in old or not self._moves_alone(shift, power):
+            return {}
+        bias = old["bias"].double()
+        return {"weight": (weight - self._outer(bias, shift)) / spread**power, "bias": bias}
+
+    def gradient_inverse(self, new: Tensors, values: Tensors, power: int) -> Tensors:
+        scale, shift = self.scale(values)
+        if "weight" not in new or (self.first == "norm" and not self._moves_alone(shift, power)):
+            return {}
+        weight, bias = new["weight"].double(), new.get("bias")
+        moved = {"weight": weight * along(scale, self.channel, weight) ** power}
+        if bias is None:
+            return moved if self.first == "linear" else {}
+        bias = bias.double()
+        if self.first == "linear":
+            moved |= {"beta": bias, "bias": bias * scale**power}
+        else:
+            moved |= {"weight": moved["weight"] + self._outer(bias, shift), "bias": bias}
+        if power == 1 and "weight" in values:
+            moved |= self._norm_gradients(weight, bias, values)
+        return {role: value for role, value in moved.items() if role in values or role == "weight"}
+
+    def _norm_gradients(self, weight: torch.Tensor, bias: torch.Tensor, values: Tensors) -> Tensors:
+        old, mean = values["weight"].double(), values["running_mean"].double()
+        spread = torch.sqrt(values["running_var"].double() + self.eps)
+        others = [axis for axis in range(weight.dim()) if axis != self.channel]
+        through = (weight * old).sum(others)
+        if self.first == "linear":
+            inner = values["bias"].double() if "bias" in values else torch.zeros_like(mean)
+            return {"gamma": (through + bias * (inner - mean)) / spread}
+        back = old.T @ bias
+        return {"gamma": (through - mean * back) / spread, "beta": back}
+
+    def _moves_alone(self, shift: torch.Tensor, power: int) -> bool:
+        """Squares of a sum need its cross terms, which nobody keeps; without a shift there is no sum."""
+        return power == 1 or bool((shift == 0).all())
+
+    def _through(self, weight: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return (weight * along(shift, self.channel, weight)).transpose(self.channel, -1).flatten(1).sum(1)
+
+    def _outer(self, bias: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return bias[:, None] * shift
+
+    def heirs(self, roles: frozenset[str]) -> dict[str, frozenset[str]]:
+        behind = self.first == "linear" and "beta" in roles
+        return {"weight": frozenset({"weight"}), "bias": frozenset({"beta" if behind else "bias"}) & roles}

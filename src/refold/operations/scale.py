@@ -1,0 +1,63 @@
+"""Multiply a weight by a vector along one axis: `W' = s·W`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from refold.operations.base import NoInverse, Operation, Tensors, along, prefer_exact
+
+
+@dataclass(frozen=True)
+class Scale(Operation):
+    """`W' = s·W` with s (role `scale`, kept) along `channel`, to `power` 1 or -1; back by division.
+
+    The scale of a norm layer folded into the linear map behind it is this map.
+    """
+
+    structural = False
+    channel: int
+    power: int = 1
+
+    def kept_roles(self, roles: frozenset[str]) -> frozenset[str]:
+        return roles - {"weight"}
+
+    def _factor(self, values: Tensors, weight: torch.Tensor) -> torch.Tensor:
+        factor = values["scale"].double()
+        return along(factor if self.power == 1 else 1 / factor, self.channel, weight)
+
+    def forward(self, old: Tensors) -> Tensors:
+        weight = old["weight"]
+        return {"weight": (weight.double() * self._factor(old, weight)).to(weight.dtype)}
+
+    def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
+        weight = new["weight"].detach().double()
+        factor = self._factor(kept, weight)
+        return {"weight": torch.where(factor == 0, torch.zeros_like(weight), weight / factor)}
+
+    def carry(self, new: Tensors, kept: Tensors, exact: Tensors, changed: frozenset[str]) -> Tensors:
+        weight = new["weight"].detach()
+        factor = self._factor(kept, weight)
+        if bool((weight[(factor == 0).expand_as(weight)] != 0).any()):
+            raise NoInverse("a scale is 0 in a channel whose weights were changed")
+        again = exact["weight"].double() * factor
+        return {"weight": prefer_exact(self.inverse(new, kept)["weight"], exact["weight"], again, weight)}
+
+    def gradient_forward(self, old: Tensors, values: Tensors, power: int) -> Tensors:
+        if "weight" not in old:
+            return {}
+        weight = old["weight"].double()
+        return {"weight": weight / self._factor(values, weight) ** power}
+
+    def gradient_inverse(self, new: Tensors, values: Tensors, power: int) -> Tensors:
+        weight = new["weight"].double()
+        factor = self._factor(values, weight)
+        moved = {"weight": weight * factor**power}
+        if power == 1 and self.power == 1 and "weight" in values:
+            others = [axis for axis in range(weight.dim()) if axis != self.channel]
+            moved["scale"] = (weight * values["weight"].double()).sum(others)
+        return moved
+
+    def heirs(self, roles: frozenset[str]) -> dict[str, frozenset[str]]:
+        return {"weight": frozenset({"weight"})}
