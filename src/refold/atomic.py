@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch.fx import GraphModule
 
 from refold.snapshot import Snapshot
 
 _INTERRUPTS_ENDURED = 100
+_T = TypeVar("_T")
 
 
-@contextmanager
-def atomic(gm: GraphModule) -> Iterator[Snapshot]:
-    """Photograph a module, and put it back to the photograph if anything is raised (Ctrl-C included)."""
+def atomically(gm: GraphModule, work: Callable[[Snapshot], _T]) -> _T:
+    """Photograph a module and do some work on it; if anything is raised (Ctrl-C included), put it back to the
+    photograph. The work is a function and not the body of a `with`: an interrupt that comes while a `with` is being
+    left, after its body is done, is seen by nobody. For the same reason `work` does everything, also what comes last.
+    """
     before = Snapshot.of(gm)
     try:
-        yield before
+        return work(before)
     except BaseException:
         _put_back(gm, before)
         raise

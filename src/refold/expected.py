@@ -60,7 +60,6 @@ class ExpectedGraph:
                 f"{first_difference(expected, found)}. Take it back, or call refold.commit(gm) to keep the graph "
                 f"as it is and give the undo records up."
             )
-        self.__init__(gm.graph)  # type: ignore[misc]
 
 
 def _row(node: Node) -> _Row:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
@@ -70,21 +67,12 @@ def _install(
     for role, tensor in tensors.items():
         edit.put_tensor(names[role], tensor)
     fetched = {role: edit.fetch(node, name) for role, name in names.items()}
-    rest = _arguments_after_bias(node, linear)
-    node.args, node.kwargs = (linear.input, fetched["weight"], fetched["bias"], *rest), {}
+    node.args, node.kwargs = (linear.input, fetched["weight"], fetched["bias"]), dict(linear.settings)
     if guard:
         node.op, node.target = "call_function", linear_with_batch_norm
-        node.args = (linear.input, *fetched.values(), norm.input is node)
+        node.args, node.kwargs = (linear.input, *fetched.values(), norm.input is node), {}
     for fetch in fetches:
         edit.graph.erase_node(fetch)
-
-
-def _arguments_after_bias(node: Node, linear: Call) -> list[Any]:
-    """What a function call passes behind the bias (stride, padding, …)."""
-    defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    if not linear.settings or node.target is F.linear:
-        return []
-    return [linear.settings.get(name, default) for name, default in defaults.items()]
 
 
 def _take_out(edit: Editor, linear: Call, norm: Call, first: str) -> None:

@@ -11,13 +11,14 @@ from torch import nn
 from torch.fx import GraphModule
 
 from refold import fx_private
-from refold.atomic import atomic
+from refold.atomic import atomically
 from refold.change import Change
 from refold.errors import GraphEdited, NotAGraphModule, NothingToUndo, OutOfOrder, WeightsChanged
 from refold.expected import ExpectedGraph
 from refold.fingerprint import fingerprint
+from refold.gradients import gradients_back
 from refold.restoring import Birth, put_back
-from refold.weights import MapRecord, NoInverse, Tensors
+from refold.weights import NoInverse
 
 _WAYS_OUT = (
     "Pass weights='original' to get the weights of the moment before the rewrite, or refold.commit(gm) to keep it."
@@ -162,22 +163,21 @@ def undo_chosen(
     """Undo changes by their places in the history, one after the other, all or none."""
     if weights not in ("carry", "original"):
         raise ValueError(f"weights must be 'carry' or 'original', not {weights!r}")
-    past = history(gm)
+    return atomically(gm, lambda _: _undo_all(gm, chosen, weights, lint_and_recompile))
+
+
+def _undo_all(gm: GraphModule, chosen: list[int], weights: str, lint_and_recompile: bool) -> GraphModule:
+    expected = history(gm).expected
+    if expected is not None:
+        expected.check(gm)
     revived: list[torch.Tensor] = []
-    with atomic(gm):
-        _check_unedited(gm, past)
-        for index in chosen:
-            revived += _undo_one(gm, index, weights)
-        if lint_and_recompile:
-            gm.graph.lint()
-            gm.recompile()
+    for index in chosen:
+        revived += _undo_one(gm, index, weights)
+    if lint_and_recompile:
+        gm.graph.lint()
+        gm.recompile()
     _unshare(revived)
     return gm
-
-
-def _check_unedited(gm: GraphModule, past: History) -> None:
-    if past.expected is not None:
-        past.expected.check(gm)
 
 
 def _undo_one(gm: GraphModule, index: int, weights: str) -> list[torch.Tensor]:
@@ -213,8 +213,9 @@ def _check_unmapped_weights(gm: GraphModule, change: Change) -> None:
 def _recover(gm: GraphModule, change: Change, weights: str) -> dict[str, torch.Tensor]:
     """The tensors that the change's weight maps give back, by name; live originals where they still fit."""
     found: dict[str, torch.Tensor] = {}
-    for record in change.maps:
-        current = current_targets(gm, record, change.label)
+    for record in reversed(change.maps):  # a map may have read what an earlier one of the same change made
+        names = record.map.targets
+        current = {r: found.pop(n) if n in found else _target(gm, n, change.label) for r, n in names.items()}
         try:
             values = record.recover(current, weights)
         except NoInverse as reason:
@@ -222,7 +223,7 @@ def _recover(gm: GraphModule, change: Change, weights: str) -> dict[str, torch.T
             raise WeightsChanged(
                 f"{layer} cannot be carried back through {change.label}: {reason}. {_WAYS_OUT}"
             ) from None
-        grads = _carried_gradients(record, current)
+        grads = gradients_back(record, current, values)
         for role, value in values.items():
             tensor = record.specs[role].revive(value)
             if role in grads and tensor.requires_grad:
@@ -231,22 +232,12 @@ def _recover(gm: GraphModule, change: Change, weights: str) -> dict[str, torch.T
     return found
 
 
-def current_targets(gm: GraphModule, record: MapRecord, label: str) -> Tensors:
-    """The tensors that a map made, as they are now."""
-    current: Tensors = {}
-    for role, name in record.map.targets.items():
-        tensor = find_tensor(gm, name)
-        if tensor is None:
-            raise GraphEdited(f"{name}, which holds weights that {label} made, is no longer in the module.")
-        current[role] = tensor
-    return current
-
-
-def _carried_gradients(record: MapRecord, current: Tensors) -> Tensors:
-    grads = {role: tensor.grad for role, tensor in current.items() if tensor.grad is not None}
-    if set(grads) != set(current):
-        return {}
-    return record.map.operation.gradient_inverse(grads, record.kept, 1)
+def _target(gm: GraphModule, name: str, label: str) -> torch.Tensor:
+    """A tensor that a map made, as it is now."""
+    tensor = find_tensor(gm, name)
+    if tensor is None:
+        raise GraphEdited(f"{name}, which holds weights that {label} made, is no longer in the module.")
+    return tensor
 
 
 def find_tensor(gm: nn.Module, name: str) -> torch.Tensor | None:

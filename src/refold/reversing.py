@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from refold.atomic import atomic
+from refold.atomic import atomically
 from refold.errors import BrokenTransformation, ReverseMismatch, WeightsChanged
 from refold.expected import ExpectedGraph, by_position, first_difference
 from refold.fingerprint import fingerprint
@@ -44,22 +44,27 @@ def reverse_by_own_means(t: ReversibleTransformation, gm: GraphModule, lint_and_
     """Run a transformation's own reverse and compare it with the record; the record's result, which is exact, stays.
     Only where weights were changed and no map can carry them back is the transformation's own result taken."""
     place = latest(history(gm), lambda change: change.signature == t.signature, repr(t))
-    with atomic(gm) as now:
-        theirs = Outline.of(_run(t, gm))
+    return atomically(gm, lambda now: _reverse_checked(t, gm, place, now, lint_and_recompile))
+
+
+def _reverse_checked(
+    t: ReversibleTransformation, gm: GraphModule, place: int, now: Snapshot, lint_and_recompile: bool
+) -> GraphModule:
+    theirs = Outline.of(_run(t, gm))
+    now.restore(gm)
+    try:
+        undo_chosen(gm, [place], lint_and_recompile=False)
+        _compare(t, Outline.of(gm), theirs, with_values=True)
+    except WeightsChanged:
+        undo_chosen(gm, [place], weights="original", lint_and_recompile=False)
+        _compare(t, Outline.of(gm), theirs, with_values=False)
+        rest = history(gm)
         now.restore(gm)
-        try:
-            undo_chosen(gm, [place], lint_and_recompile=False)
-            _compare(t, Outline.of(gm), theirs, with_values=True)
-        except WeightsChanged:
-            undo_chosen(gm, [place], weights="original", lint_and_recompile=False)
-            _compare(t, Outline.of(gm), theirs, with_values=False)
-            rest = history(gm)
-            now.restore(gm)
-            _run(t, gm)
-            attach(gm, History(rest.changes, rest.birth, ExpectedGraph(gm.graph)))
-        if lint_and_recompile:
-            gm.graph.lint()
-            gm.recompile()
+        _run(t, gm)
+        attach(gm, History(rest.changes, rest.birth, ExpectedGraph(gm.graph)))
+    if lint_and_recompile:
+        gm.graph.lint()
+        gm.recompile()
     return gm
 
 

@@ -9,11 +9,13 @@ from dataclasses import replace
 from torch.fx import GraphModule, Node
 
 from refold import recording
-from refold.atomic import atomic
+from refold.atomic import atomically
 from refold.difference import difference
 from refold.errors import BrokenTransformation, NotATransformation
 from refold.fingerprint import fingerprint
-from refold.history import attach, check_graph_module, history, latest, push, undo_chosen, undo_signature
+from refold.gradients import gradients_forward
+from refold.history import attach, check_graph_module, find_tensor, history, latest, push, undo_chosen, undo_signature
+from refold.recipes import recipe_of
 from refold.result import Refused, Result, Rewritten, result, set_result
 from refold.signature import digest
 from refold.snapshot import Snapshot
@@ -123,8 +125,14 @@ def check_transformation(thing: object) -> Transformation:
 
 
 def _apply(transformation: Transformation, gm: GraphModule, lint_and_recompile: bool) -> GraphModule:
+    return atomically(gm, lambda before: _transform(transformation, gm, lint_and_recompile, before))
+
+
+def _transform(
+    transformation: Transformation, gm: GraphModule, lint_and_recompile: bool, before: Snapshot
+) -> GraphModule:
     label = repr(transformation)
-    with atomic(gm) as before, recording.recording() as notes:
+    with recording.recording() as notes:
         output = transformation.transform(gm)
         if not isinstance(output, GraphModule):
             given = "nothing" if output is None else f"a {type(output).__name__}"
@@ -136,7 +144,7 @@ def _apply(transformation: Transformation, gm: GraphModule, lint_and_recompile: 
             _record(transformation, gm, output, before, notes)
         outcome = Result(label, tuple(notes.rewritten), tuple(notes.refused), _note(notes))
         set_result(output, outcome)
-    return output
+        return output
 
 
 def _note(notes: recording.Recording) -> str:
@@ -157,8 +165,10 @@ def _record(
     if not notes.rewritten:
         notes.rewrote((*change.created, *change.changed), f"{len(change.describe())} edits")
     marked = frozenset(node.name for node in output.graph.nodes if transformation.signature in node.meta.get(_MARK, ()))
+    gradients_forward(change.maps, lambda name: find_tensor(output, name))
     change = replace(
         change,
+        recipe=recipe_of(transformation),
         signature=transformation.signature,
         name=type(transformation).__name__,
         label=repr(transformation),

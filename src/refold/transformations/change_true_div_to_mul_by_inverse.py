@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from refold.edit import Editor
 from refold.match import Division, GraphView, match_division
-from refold.rewrite import ReversibleRewrite, Site, Skip
+from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 
 # Divisor and inverse must both be normal numbers of the narrowest arithmetic that torch computes in (float32).
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
@@ -26,6 +26,12 @@ class ChangeTrueDivToMulByInverse(ReversibleRewrite):
     """
 
     kind: ClassVar[str] = "graph"
+
+    @classmethod
+    def examples(cls) -> Iterable[Example]:
+        from refold.testing import models
+
+        return [models.attention(), models.functional(), models.exported(models.attention())]
 
     def find(self, view: GraphView) -> Iterator[Site | Skip]:
         for node in view.nodes:

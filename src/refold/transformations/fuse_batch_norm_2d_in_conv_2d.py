@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from refold.edit import Editor
 from refold.folding import fold, why_not_foldable
 from refold.match import Call, GraphView, match_batch_norm, match_conv
-from refold.rewrite import Rewrite, Site, Skip
+from refold.rewrite import Example, Rewrite, Site, Skip
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -25,6 +25,12 @@ class FuseBatchNorm2dInConv2d(Rewrite):
 
     kind: ClassVar[str] = "parametric"
     keep: str = "correction"
+
+    @classmethod
+    def examples(cls) -> Iterable[Example]:
+        from refold.testing import models
+
+        return [models.conv_norm(), models.exported(models.conv_norm())]
 
     def find(self, view: GraphView) -> Iterator[Site | Skip]:
         for node in view.nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.fx import Node
 from refold.aliasing import switches_mode, written_by
 from refold.edit import Editor
 from refold.match import Call, GraphView, match_linear
-from refold.rewrite import ReversibleRewrite, Site, Skip
+from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 from refold.weights import AppendColumn
 
 aten = torch.ops.aten
@@ -28,6 +28,12 @@ class FuseBiasInLinear(ReversibleRewrite):
     The one is padded onto the input, so it has the input's dtype and device and any leading shape; layers that read
     the same input share it. Weight and bias come back by slicing the current weight.
     """
+
+    @classmethod
+    def examples(cls) -> Iterable[Example]:
+        from refold.testing import models
+
+        return [models.attention(), models.functional(), models.exported(models.attention())]
 
     def find(self, view: GraphView) -> Iterator[Site | Skip]:
         era = 0  # layers on one input share the padded input until something is written in place or a mode is switched

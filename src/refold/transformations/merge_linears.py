@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.fx import Node
 from refold.aliasing import switches_mode, writes_to
 from refold.edit import Editor
 from refold.match import Call, GraphView, match_linear
-from refold.rewrite import ReversibleRewrite, Site, Skip
+from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 from refold.slicing import make_views_reshapes, why_not_sliceable
 from refold.weights import Concatenate
 
@@ -33,6 +33,12 @@ class MergeLinears(ReversibleRewrite):
     layer without a bias never gains one, not even by training. The originals come back by slicing the current weights.
     While merged, the original parameters share the merged memory: nothing is held twice.
     """
+
+    @classmethod
+    def examples(cls) -> Iterable[Example]:
+        from refold.testing import models
+
+        return [models.attention(), models.gated(), models.functional(), models.exported(models.attention())]
 
     def find(self, view: GraphView) -> Iterator[Site | Skip]:
         groups: dict[tuple[object, ...], list[Call]] = {}
@@ -138,7 +144,7 @@ def _kind(view: GraphView, call: Call) -> tuple[object, ...]:
         weight.device,
         weight.shape[1],
         frozen,
-        bias is None or bias.dtype,
+        bias is None or bias.dtype == weight.dtype or bias.dtype,
         module and module.training,
     )
 

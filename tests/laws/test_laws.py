@@ -1,0 +1,32 @@
+"""Every registered rewrite keeps every law, on its own examples."""
+
+from __future__ import annotations
+
+import pytest
+
+import refold.transformations  # noqa: F401  (registers them)
+from refold.rewrite import Rewrite, registered
+from refold.testing import LAWS, check_law, check_laws, check_new_process
+
+REWRITES = sorted({c for c in registered() if c.__module__.startswith("refold.")}, key=lambda c: c.__name__)
+FOLDS = [c for c in REWRITES if "keep" in getattr(c, "__dataclass_fields__", {})]
+INSTANCES = [*(c() for c in REWRITES), *(c(keep="original") for c in FOLDS)]  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("rewrite", INSTANCES, ids=repr)
+def test_keeps(rewrite: Rewrite, law: str) -> None:
+    examples = list(rewrite.examples())
+    assert examples, f"{type(rewrite).__name__} has no examples"
+    for place, (model, inputs) in enumerate(examples):
+        check_law(LAWS[law], rewrite, model, inputs, f"example {place}")
+
+
+def test_undo_in_a_new_process_under_another_hash_seed() -> None:
+    check_new_process([(t, model, inputs) for t in INSTANCES for model, inputs in t.examples()])
+
+
+def test_check_laws_runs_them_all() -> None:
+    from refold.testing import models
+
+    check_laws(refold.ChangeTrueDivToMulByInverse(), [models.attention()])
