@@ -1,0 +1,314 @@
+"""Checkpoints both ways: a folded model loads the original's checkpoints, and saves as one.
+
+A checkpoint moves through the weight maps of the history like a database through its migrations: forward in order, back
+in reverse order. Names that no map mentions are loaded as usual.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from refold.change import Change, join_path
+from refold.errors import RefoldError, WeightsChanged
+from refold.fingerprint import fingerprint
+from refold.history import History, attach, check_graph_module, history
+from refold.hollow import hollow_original, named_tensors, tensor_places
+from refold.keeping import Husk
+from refold.weights import MapRecord, NoInverse, Tensors, remember
+
+
+class CheckpointMismatch(RefoldError, RuntimeError):
+    """A checkpoint lacks entries, or has too many, or wrongly shaped ones; nothing was loaded."""
+
+
+def original_state_dict(gm: GraphModule) -> dict[str, Any]:
+    """The state dict of the original, from the folded module: its names, order and values. Weights that were changed
+    while folded are carried back as `undo` does; what no rewrite touched is shared with the module, as in torch."""
+    if not history(check_graph_module(gm)):
+        return gm.state_dict()
+    values = to_original(gm, named_tensors(gm))
+    layout = _layout(gm)
+    found: OrderedDict[str, Any] = OrderedDict()
+    for key, entry in layout.entries.items():
+        found[key] = values[key].detach() if key in layout.named else entry
+    for key in [k for k in found if k not in layout.named]:
+        found[key] = gm.get_submodule(key.rpartition(".")[0]).get_extra_state()
+    found._metadata = layout.metadata  # type: ignore[attr-defined]
+    return found
+
+
+@torch.no_grad()
+def to_original(gm: GraphModule, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Tensors with the names and shapes of the folded module's (its own, or an average of them), as the original's."""
+    state = dict(tensors)
+    for change in reversed(history(gm).changes):
+        _check_unmapped(change, state)
+        for record in reversed(change.maps):
+            current = {role: _take(state, name) for role, name in record.map.targets.items()}
+            state |= {record.map.sources[role]: value for role, value in _recover(record, current, change).items()}
+        for name in change.prints:
+            state.pop(name, None)
+        state = dict(_held(change)) | state
+    return state
+
+
+@torch.no_grad()
+def to_folded(gm: GraphModule, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Tensors with the names and shapes of the original's, as the folded module's."""
+    state = dict(tensors)
+    for change in history(gm).changes:
+        for record in change.maps:
+            old = {role: _take(state, name) for role, name in record.map.sources.items()}
+            new = record.map.operation.forward(old)
+            state |= {record.map.targets[role]: value for role, value in new.items()}
+    return state
+
+
+def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load a checkpoint of the original into the folded module; returns what `load_state_dict` returns.
+
+    Everything is checked and computed before the first weight is written, so an error leaves the module as it was; an
+    interrupt that comes while weights are written is raised when all of them are. The undo records are renewed: undo
+    gives the loaded checkpoint back bit for bit. Beside the checkpoint, memory holds the folded layers once more.
+    """
+    past = history(check_graph_module(gm))
+    if not past:
+        return _as_refold_error(lambda: gm.load_state_dict(state_dict, strict=strict))
+    _refuse_unmapped(past)
+    layout = _layout(gm)
+    with layout.lock:
+        outcome, given = layout.accept(state_dict, strict)
+    plan = _plan(gm, past, layout, given)
+    _write(plan.writes)
+    attach(gm, History(tuple(plan.changes), past.birth, past.expected))
+    _load_extra_state(gm, layout, state_dict)
+    return outcome
+
+
+# --- what the original looks like ----------------------------------------------------------------------------------
+
+
+class _Layout:
+    """The original's structure on the meta device; torch's own loading runs on it, hooks and reports included."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.lock = threading.Lock()
+        self.module = hollow_original(gm)
+        self.places = [(name, table, key, table[key]) for name, table, key in tensor_places(self.module)]
+        self.named = {name: tensor for name, _, _, tensor in self.places}
+        state = self.module.state_dict(keep_vars=True)
+        self.entries = dict(state)
+        self.metadata = getattr(state, "_metadata", None)
+
+    def accept(self, state_dict: Mapping[str, Any], strict: bool) -> tuple[Any, Tensors]:
+        """Torch's outcome, and the given tensors by their names in the original."""
+        try:
+            load = self.module.load_state_dict
+            outcome = _as_refold_error(lambda: load(state_dict, strict=strict, assign=True))
+            return outcome, {name: table[key] for name, table, key, was in self.places if table[key] is not was}
+        finally:
+            for _, table, key, was in self.places:
+                table[key] = was
+
+
+_layouts: weakref.WeakKeyDictionary[History, tuple[Any, _Layout]] = weakref.WeakKeyDictionary()
+
+
+def _layout(gm: GraphModule) -> _Layout:
+    """The layout of the original; made once for a history (which never changes) and the dtypes its module has now."""
+    past = history(gm)
+    kind = tuple((tensor.dtype, tensor.shape) for tensor in named_tensors(gm).values())
+    known = _layouts.get(past)
+    if known is None or known[0] != kind:
+        known = _layouts[past] = (kind, _Layout(gm))
+    return known[1]
+
+
+def _as_refold_error(load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except RuntimeError as error:
+        raise CheckpointMismatch(f"{error}\nNothing was loaded.") from None
+
+
+# --- planning ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Plan:
+    """What to write where, and the changes with renewed records."""
+
+    state: Tensors
+    writes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+
+@torch.no_grad()
+def _plan(gm: GraphModule, past: History, layout: _Layout, given: Tensors) -> _Plan:
+    current = named_tensors(gm)
+    plan = _Plan(_completed(gm, past, layout, given))
+    consumed = _consumed_later(past)
+    for index, change in enumerate(past.changes):
+        maps = []
+        for place, record in enumerate(change.maps):
+            last = (index, place) not in consumed
+            maps.append(_pass_through(plan, record, current, last))
+        plan.changes.append(replace(change, maps=tuple(maps)))
+    held = {name: tensor for change in past.changes for name, tensor in _held(change)}
+    for name, value in plan.state.items():
+        target = current.get(name, held.get(name))
+        if target is None:
+            raise CheckpointMismatch(f"{name} of the checkpoint has no place in the folded module. Nothing was loaded.")
+        plan.writes.append((target, value))
+    return plan
+
+
+def _completed(gm: GraphModule, past: History, layout: _Layout, given: Tensors) -> Tensors:
+    """The given tensors in the original's dtypes; where only some sources of a map are given (or some are never in a
+    checkpoint), the others as they are now."""
+    sources = {name for change in past.changes for record in change.maps for name in record.map.sources.values()}
+    missing = [name for name in layout.named if name in sources and name not in given]
+    state = {n: t.detach().to(layout.named[n].dtype) if n in sources else t.detach() for n, t in given.items()}
+    groups = [set(record.map.sources.values()) for change in past.changes for record in change.maps]
+    needed = {name for name in missing for group in groups if name in group and group & given.keys()}
+    if needed:
+        now = to_original(gm, named_tensors(gm))
+        state |= {name: now[name].clone() for name in needed}
+    return state
+
+
+def _consumed_later(past: History) -> set[tuple[int, int]]:
+    """The places of maps whose targets a later map reads."""
+    places = [(i, j, record) for i, change in enumerate(past.changes) for j, record in enumerate(change.maps)]
+    consumed: set[tuple[int, int]] = set()
+    maker: dict[str, tuple[int, int]] = {}
+    for i, j, record in places:
+        consumed |= {maker[name] for name in record.map.sources.values() if name in maker}
+        maker |= dict.fromkeys(record.map.targets.values(), (i, j))
+    return consumed
+
+
+def _pass_through(plan: _Plan, record: MapRecord, current: Tensors, last: bool) -> MapRecord:
+    """Move one map's sources to its targets; the record that fits the new values."""
+    names = record.map.sources
+    if names and not any(name in plan.state for name in names.values()):
+        return record  # nothing of it was given: it stays as it is
+    old = {role: _take(plan.state, name) for role, name in names.items()}
+    targets = {role: current[name] for role, name in record.map.targets.items()} if last else {}
+    views = _views(record, targets) if targets else None
+    if views is not None:
+        plan.writes += [(views[role], value) for role, value in old.items()]
+        return record
+    device = next((t.device for t in targets.values()), next((t.device for t in old.values()), None))
+    old = {role: value.to(device) for role, value in old.items()}
+    new = {role: value.contiguous() for role, value in record.map.operation.forward(old).items()}
+    if last:
+        new = {role: value.to(targets[role].dtype) for role, value in new.items()}
+        plan.writes += [(targets[role], value) for role, value in new.items()]
+    else:
+        plan.state |= {record.map.targets[role]: value for role, value in new.items()}
+    return record if record.map.operation.structural else _renewed(record, old, new)
+
+
+def _views(record: MapRecord, targets: Tensors) -> Tensors | None:
+    """The places of a structural map's sources inside its targets' memory, if they fill it."""
+    if not record.map.operation.structural or not record.map.sources:
+        return None
+    views = record.map.operation.inverse(targets, {})
+    size = sum(t.numel() for t in targets.values())
+    inside = {t.untyped_storage().data_ptr() for t in targets.values()}
+    fill = sum(view.numel() for view in views.values()) == size
+    return views if fill and all(v.untyped_storage().data_ptr() in inside for v in views.values()) else None
+
+
+def _renewed(record: MapRecord, old: Tensors, new: Tensors) -> MapRecord:
+    specs = {role: replace(spec, dtype=old[role].dtype) for role, spec in record.specs.items()}
+    fresh = MapRecord(record.map, specs, {role: tensor.dtype for role, tensor in new.items()})
+    kept_whole = bool(record.originals)
+    remember(fresh, old, new, "original" if kept_whole else "correction")
+    fresh.originals = {role: tensor.clone() for role, tensor in fresh.originals.items()}
+    return fresh
+
+
+# --- parts ---------------------------------------------------------------------------------------------------------
+
+
+def _write(writes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write everything, whatever interrupts: a write can be repeated, so an interrupt starts them again."""
+    writes, interrupt = list(writes), None
+    while True:
+        try:
+            with torch.no_grad():
+                for target, value in writes:
+                    target.copy_(value)
+            break
+        except KeyboardInterrupt as stop:
+            interrupt = stop
+    if interrupt is not None:
+        raise interrupt
+
+
+def _take(state: Tensors, name: str) -> torch.Tensor:
+    if name not in state:
+        raise CheckpointMismatch(f"{name} is missing, and a rewrite needs it. Give a tensor for every weight.")
+    return state.pop(name)
+
+
+def _recover(record: MapRecord, current: Tensors, change: Change) -> Tensors:
+    try:
+        return record.recover(current)
+    except NoInverse as reason:
+        names = ", ".join(record.map.targets.values())
+        raise WeightsChanged(f"{names} cannot be carried back through {change.label}: {reason}.") from None
+
+
+def _check_unmapped(change: Change, state: Mapping[str, torch.Tensor]) -> None:
+    for name, mark in change.prints.items():
+        if name in state and not state[name].is_meta and fingerprint(state[name]) != mark:
+            raise WeightsChanged(
+                f"{name}, which {change.label} made, was changed since, and the transformation does not say how to "
+                f"carry that back, so the original checkpoint is not known. Undo with weights='original' first."
+            )
+
+
+def _refuse_unmapped(past: History) -> None:
+    for change in past.changes:
+        if change.prints:
+            raise CheckpointMismatch(
+                f"{change.label} made {', '.join(change.prints)} without saying how they come from the original's "
+                f"weights, so a checkpoint of the original cannot be loaded into the folded module. Undo it, load the "
+                f"checkpoint, and apply it again."
+            )
+
+
+def _held(change: Change) -> Iterable[tuple[str, torch.Tensor]]:
+    """Tensors that a change removed without a map and keeps, by the names they had."""
+    for (path, _table), entry in change.tables.items():
+        for key, value in entry.before.items():
+            yield from _named_in(value, join_path(path, key))
+
+
+def _named_in(value: Any, path: str) -> Iterable[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, nn.Module):
+        yield from ((join_path(path, name), tensor) for name, tensor in named_tensors(value).items())
+    elif isinstance(value, Husk):
+        for table in value.tables.values():
+            for key, entry in table.items():
+                yield from _named_in(entry, join_path(path, key))
+
+
+def _load_extra_state(gm: GraphModule, layout: _Layout, state_dict: Mapping[str, Any]) -> None:
+    for key in layout.entries:
+        if key not in layout.named and key in state_dict:
+            gm.get_submodule(key.rpartition(".")[0]).set_extra_state(state_dict[key])
