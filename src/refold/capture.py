@@ -7,17 +7,29 @@ tracing changes things that all threads share (torch.fx patches ``nn.Module`` it
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
-from refold.capturing.errors import CaptureError
+from refold.capturing.dummy_inputs import make_inputs
+from refold.capturing.errors import CaptureError, InputMismatch
+from refold.capturing.ladder import climb
 from refold.capturing.module import record_of
+from refold.capturing.partial import REPORT, capture_parts, capture_submodule, parts_of
 from refold.capturing.report import CaptureReport
-from refold.capturing.whole import NotCaptured, capture_whole
 
-__all__ = ["CaptureReport", "capture_report", "original_model", "trace", "unread_parameters"]
+__all__ = [
+    "CaptureReport",
+    "capture_report",
+    "captured_parts",
+    "original_model",
+    "symbolic_trace",
+    "trace",
+    "unread_parameters",
+]
 
 _LOCK = threading.RLock()
 
@@ -30,17 +42,53 @@ def trace(
     submodule: str | None = None,
     **kwargs: Any,
 ) -> fx.GraphModule:
-    """Capture ``model`` as it runs on ``model(*args, **kwargs)``."""
+    """Capture ``model`` as it runs on ``model(*args, **kwargs)``.
+
+    The result is a `torch.fx.GraphModule` that is called as the model is, gives what the model gives, and whose leaf
+    modules and parameters are the model's own objects under their own names. It was compared with the model bit for
+    bit on the example and, where sizes are left open, on other sizes; `capture_report` tells what was found.
+
+    ``dynamic``: ``"auto"`` leaves batch, sequence and other sizes open where the model allows; ``False`` fixes all;
+    torch.export's dynamic shapes (a dict by argument name) say it in detail.
+    ``on_failure``: ``"partial"`` gives, where the whole cannot be captured, a copy of the model's structure with its
+    largest parts captured (see `captured_parts`); ``"raise"`` an error that names the line, the reason and what to try.
+    ``submodule``: capture only this part, on what the model gives it when it runs on the inputs.
+    """
+    if on_failure not in ("raise", "partial"):
+        raise CaptureError(f"on_failure={on_failure!r} is not known: use 'raise' or 'partial'.")
     with _LOCK:
+        if submodule is not None:
+            return capture_submodule(model, submodule, args, kwargs, partial(climb, dynamic=dynamic))
         try:
-            return capture_whole(model, args, kwargs, dynamic)
-        except NotCaptured as failed:
-            raise CaptureError(f"{type(model).__name__} could not be captured. {failed}") from failed.cause
+            return climb(model, args, kwargs, dynamic)
+        except CaptureError as error:
+            if on_failure == "raise" or isinstance(error, InputMismatch):
+                raise
+            return capture_parts(model, args, kwargs, partial(climb, dynamic=dynamic), error)  # type: ignore[return-value]
+
+
+def symbolic_trace(
+    model: nn.Module, input_names: Sequence[str] | None = None, disable_check: bool = False
+) -> fx.GraphModule:
+    """Capture a model by the names of its inputs; examples are made from its configuration and signature.
+
+    This is the call that users of the tracer removed from transformers know. ``disable_check`` is accepted and has no
+    meaning here: there is no list of supported models, and every captured graph is compared with its model. A name for
+    which no example can be made raises `NeedsInputs`: give real inputs to `trace` then.
+    """
+    inputs: dict[str, Any] = dict(make_inputs(model, input_names))
+    return trace(model, **inputs)
 
 
 def capture_report(module: nn.Module) -> CaptureReport:
-    """What capture did with this module."""
-    return record_of(module).report
+    """What capture did with this module, or with the parts of it that could be captured."""
+    report = vars(module).get(REPORT)
+    return report if report is not None else record_of(module).report
+
+
+def captured_parts(module: nn.Module) -> dict[str, fx.GraphModule]:
+    """The captured graphs inside a partly captured model, by path; a whole capture is its own only part."""
+    return dict(parts_of(module))
 
 
 def original_model(module: nn.Module) -> nn.Module:

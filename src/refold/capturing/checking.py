@@ -59,7 +59,7 @@ def _owned(result: Any) -> tuple[Any, list[Any]]:
 def difference(expected: Any, got: Any) -> str:
     """The first difference of two results, as words; empty where there is none."""
     (tree, one), (other_tree, other) = expected, got
-    if len(one) != len(other) or not same_shape(tree, other_tree):
+    if len(one) != len(other) or not same_shape(tree, other_tree, same_classes=True):
         return f"the result has another structure ({len(other)} tensors instead of {len(one)})"
     for place, (a, b) in enumerate(zip(one, other, strict=True)):
         why = _tensor_difference(a, b)

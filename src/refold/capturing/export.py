@@ -27,7 +27,7 @@ class Exported:
     guards: tuple[str, ...]
 
 
-class _Result:
+class Result:
     """What the model gave while it was exported. Held apart: export puts a module's own attributes back."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class _Result:
 class Adapter(nn.Module):
     """Takes flat tensors, calls the model in its own way, gives flat tensors. It exists during export only."""
 
-    def __init__(self, model: nn.Module, calling: Calling, result: _Result) -> None:
+    def __init__(self, model: nn.Module, calling: Calling, result: Result) -> None:
         super().__init__()
         self.model = model
         self.calling = calling
@@ -58,7 +58,7 @@ class Adapter(nn.Module):
 
 def export(model: nn.Module, calling: Calling, leaves: Sequence[torch.Tensor], shapes: Any) -> Exported:
     """Export ``model`` as it is called by ``calling``; ``shapes`` holds one torch.export shape per tensor."""
-    result = _Result()
+    result = Result()
     adapter = Adapter(model, calling, result)
     copies = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves)
     with torch.inference_mode(False), torch.enable_grad(), size_one_stays_open():

@@ -12,6 +12,7 @@ class CaptureReport:
     """How a model was captured, what is dynamic, what stayed as ATen ops and why, and what to know about it.
 
     ``dynamic`` holds, for each input, the dimensions in which another size was tried and gave the model's own result.
+    A partial capture names its ``parts`` and the ``share`` of the parameters inside them.
     """
 
     model: str
@@ -30,6 +31,8 @@ class CaptureReport:
     notes: tuple[str, ...]
     attempts: tuple[str, ...]
     seconds: dict[str, float]
+    parts: tuple[str, ...] = ()
+    share: float = 1.0
 
     @property
     def complete(self) -> bool:
@@ -43,6 +46,8 @@ class CaptureReport:
             f"  modules: {len(self.raised)} calls, {len(self.refused)} left as ATen ops, {len(self.twins)} split",
             f"  dynamic: {opened}; compared bit for bit on {', '.join(self.sizes_tried)}",
         ]
+        if self.parts:
+            lines.append(f"  in part: {', '.join(self.parts)} ({100 * self.share:.0f} % of the parameters)")
         lines += [f"  not raised: {refusal}" for refusal in self.refused]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  tried before: {attempt}" for attempt in self.attempts]

@@ -58,11 +58,8 @@ class SizeRules:
             for dim, (symbol, size) in enumerate(zip(rule.sizes, tensor.shape, strict=True)):
                 low, high = self.ranges.get(symbol, (0, _LAST_SIZE)) if isinstance(symbol, str) else (size, size)
                 if not low <= size <= high:
-                    most = f"at most {high}" if high < _LAST_SIZE else "more"
-                    return (
-                        f"{rule.name} has size {size} in dimension {dim}, but the graph takes at least {low} "
-                        f"and {most} there"
-                    )
+                    takes = f"{low} to {high}" if high < _LAST_SIZE else f"{low} or more"
+                    return f"{rule.name} has size {size} in dimension {dim}, but the graph takes {takes} there"
         return ""
 
     def _broken_condition(self, tensors: Sequence[torch.Tensor]) -> str:

@@ -147,12 +147,14 @@ def holds_tensors(tree: Tree) -> bool:
     return isinstance(tree, Leaf) or (isinstance(tree, Branch) and any(map(holds_tensors, tree.children)))
 
 
-def same_shape(one: Tree, other: Tree) -> bool:
+def same_shape(one: Tree, other: Tree, same_classes: bool = False) -> bool:
     """Whether two values have the same containers and the same plain values (leaves are compared elsewhere)."""
     if isinstance(one, Branch) and isinstance(other, Branch):
         if one.keys != other.keys or len(one.children) != len(other.children):
             return False
-        return all(map(same_shape, one.children, other.children))
+        if same_classes and one.cls is not other.cls:
+            return False
+        return all(same_shape(a, b, same_classes) for a, b in zip(one.children, other.children, strict=True))
     if isinstance(one, Constant) and isinstance(other, Constant):
         return type(one.value) is type(other.value) and one.value == other.value
     return type(one) is type(other)

@@ -51,12 +51,20 @@ class NotCaptured(Exception):
 
 
 def capture_whole(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any, way: Way = PLAIN_EXPORT
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic: Any,
+    way: Way,
+    failures: list[Failure],
 ) -> Captured:
-    """Capture with as many sizes left open as the model allows; raises `NotCaptured` where no attempt stands."""
+    """Capture with as many sizes left open as the model allows; raises `NotCaptured` where no attempt stands.
+
+    Every failed attempt is appended to ``failures``.
+    """
     with switched(model) as changed:
         calling, leaves = bind(model, args, kwargs, SWITCHES)
-        work = _Work(model, calling, leaves, way, changed)
+        work = _Work(model, calling, leaves, way, changed, failures)
         found: Captured | None = None
         for plan in _plans(work, dynamic):
             if found is not None and plan.last_resort:
@@ -107,14 +115,20 @@ class _Work:
     """One model on its way: the attempts so far and why they failed."""
 
     def __init__(
-        self, model: nn.Module, calling: Calling, leaves: list[torch.Tensor], way: Way, changed: Sequence[str]
+        self,
+        model: nn.Module,
+        calling: Calling,
+        leaves: list[torch.Tensor],
+        way: Way,
+        changed: Sequence[str],
+        failures: list[Failure],
     ) -> None:
         self.model = model
         self.calling = calling
         self.leaves = leaves
         self.way = way
         self.changed = changed
-        self.failures: list[Failure] = []
+        self.failures = failures
         self.cause: BaseException | None = None
         self.hopeless = False
 

@@ -1,0 +1,366 @@
+"""The zoo: every model family of the installed transformers, captured, raised, rewritten, undone and compared.
+
+    python benchmarks/zoo.py                 # sweep what is not in benchmarks/results/zoo.json yet
+    python benchmarks/zoo.py --only bert vit # these families again
+    python benchmarks/zoo.py --failed        # those that failed, again
+    python benchmarks/zoo.py --table         # write docs/zoo.md from the results
+
+Every family runs in a process of its own (a fork, so that nothing is imported twice) under a time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import zoo_models
+
+from refold.capture import capture_report, trace
+
+RESULTS = Path(__file__).resolve().parent / "results" / "zoo.json"
+TABLE = Path(__file__).resolve().parent.parent / "docs" / "zoo.md"
+MUST = {
+    *("Linear", "Embedding", "LayerNorm", "RMSNorm", "GroupNorm"),
+    *(f"{kind}{d}d" for kind in ("Conv", "ConvTranspose", "BatchNorm") for d in (1, 2, 3)),
+}
+STEPS = ("eager", "captured", "raised", "other batch", "rewritten", "verified", "undone")
+
+
+def main() -> None:
+    options = _options()
+    if options.table:
+        TABLE.write_text(table(json.loads(RESULTS.read_text())))
+        return
+    _warm_up()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    wanted = options.only or _families()
+    if options.failed:
+        wanted = [n for n, r in results.items() if not _good(r)]
+    elif not options.only:
+        wanted = [n for n in wanted if n not in results]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        waiting = {pool.submit(run_apart, name, options.timeout): name for name in wanted}
+        for done in as_completed(waiting):
+            results[waiting[done]] = done.result()
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1))
+            print(waiting[done], json.dumps(done.result())[:300], flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--failed", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--timeout", type=int, default=150)
+    return parser.parse_args()
+
+
+def _families() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return sorted(MODEL_MAPPING_NAMES)
+
+
+def _warm_up() -> None:
+    """Import and initialise once what every fork needs."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    model, inputs, _ = zoo_models.build("bert")
+    trace(model, **inputs)
+
+
+def _good(result: dict[str, Any]) -> bool:
+    return result["eager"] != "yes" or result.get("undone") == "yes"
+
+
+def run_apart(name: str, timeout: int) -> dict[str, Any]:
+    """Run one family in a fork; what it cannot report (a crash, too long) is a result too."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _child(name, timeout, writing)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        lines = stream.read().splitlines()
+    _, status = os.waitpid(child, 0)
+    result = json.loads(lines[-1]) if lines else {"eager": "no", "why": "ended without a word"}
+    if os.WIFSIGNALED(status):
+        result["why"] = f"stopped by {signal.Signals(os.WTERMSIG(status)).name} after {timeout} s or for memory"
+        step = next((s for s in STEPS if s not in result), "undone")
+        result[step] = "no"
+    return result
+
+
+def _child(name: str, timeout: int, writing: int) -> None:
+    signal.alarm(timeout)
+    resource.setrlimit(resource.RLIMIT_AS, (14 << 30, 14 << 30))
+    sys.stderr = open(os.devnull, "w")
+
+    def tell(result: dict[str, Any]) -> None:
+        os.write(writing, (json.dumps(result) + "\n").encode())
+
+    try:
+        steps_of(name, tell)
+    except BaseException as error:  # a fork must never come back into the loop
+        tell({"eager": "no", "why": f"{type(error).__name__}: {error}"[:400]})
+    os._exit(0)
+
+
+def steps_of(name: str, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All steps of one family, told one by one, so that a killed process leaves what it had."""
+    result: dict[str, Any] = {}
+    torch.manual_seed(0)
+    try:
+        model, inputs, recipe = zoo_models.build(name)
+    except Exception as error:
+        result |= {"eager": "no", "why": str(error)[-500:]}
+        tell(result)
+        return result
+    result |= {"eager": "yes", "recipe": recipe, "inputs": {k: list(v.shape) for k, v in inputs.items()}}
+    tell(result)
+    captured = _capture(model, inputs, result)
+    tell(result)
+    if captured is not None and result["captured"] == "yes":
+        _rewrite(model, captured, inputs, result)
+        tell(result)
+    return result
+
+
+def _capture(model: nn.Module, inputs: dict[str, torch.Tensor], result: dict[str, Any]) -> nn.Module | None:
+    started = time.perf_counter()
+    try:
+        captured = trace(model, **inputs)
+    except Exception as error:
+        result |= {"captured": "no", "why": str(error)[:700]}
+        if not os.environ.get("ZOO_NO_PARTIAL"):
+            _partial(model, inputs, result)
+        return None
+    report = capture_report(captured)
+    refused = [str(r) for r in report.refused if r.type in MUST]
+    result |= {
+        "captured": "yes",
+        "method": report.method,
+        "raised": "yes" if not refused else "no",
+        "modules": len(report.raised),
+        "refused": refused[:5],
+        "kept as ATen": sorted({r.type for r in report.refused if r.type not in MUST}),
+        "twins": len(report.twins),
+        "devices unpinned": report.devices_unpinned,
+        "nodes": report.nodes,
+        "dynamic": report.dynamic,
+        "other batch": _other_batch(report),
+        "notes": list(report.notes)[:4],
+        "seconds": {k: round(v, 3) for k, v in report.seconds.items()},
+        "total seconds": round(time.perf_counter() - started, 2),
+    }
+    return captured
+
+
+def _other_batch(report: Any) -> str:
+    if any(0 in dims for dims in report.dynamic.values()):
+        return "yes"
+    return "no"
+
+
+def _partial(model: nn.Module, inputs: dict[str, torch.Tensor], result: dict[str, Any]) -> None:
+    try:
+        stitched = trace(model, on_failure="partial", **inputs)
+    except Exception as error:
+        result |= {"partial": "no", "why partial": str(error)[:300]}
+        return
+    report = capture_report(stitched)
+    result |= {"partial": "yes", "parts": list(report.parts)[:8], "share": report.share}
+
+
+def _rewrite(
+    model: nn.Module, captured: fx.GraphModule, inputs: dict[str, torch.Tensor], result: dict[str, Any]
+) -> None:
+    """The five classic transformations, verified against the model in float64, undone and compared bit for bit."""
+    try:
+        import refold
+        from refold import transformations  # noqa: F401
+    except ImportError:
+        return
+    if not hasattr(refold, "MergeLinears"):
+        return
+    before = _photograph(captured, inputs)
+    classic = [
+        refold.MergeLinears(),
+        refold.FuseBiasInLinear(),
+        refold.ChangeTrueDivToMulByInverse(),
+        refold.FuseBatchNorm2dInConv2d(),
+        refold.FuseBatchNorm1dInLinear(),
+    ]
+    reference = copy.deepcopy(captured)
+    try:
+        for transformation in classic:
+            transformation(captured)
+        result["rewritten"] = "yes"
+        result["changes"] = _changes(captured)
+    except Exception as error:
+        result |= {"rewritten": "no", "why": f"{type(error).__name__}: {error}"[:400]}
+        return
+    result |= _verified(refold, reference, captured, inputs)
+    try:
+        if result["changes"]:
+            refold.undo(captured)
+        why = _unlike(before, _photograph(captured, inputs))
+        result |= {"undone": "yes" if not why else "no"} | ({"why": why} if why else {})
+    except Exception as error:
+        result |= {"undone": "no", "why": f"{type(error).__name__}: {error}"[:400]}
+
+
+def _changes(module: nn.Module) -> int:
+    history = getattr(module, "_refold", None)
+    changes = getattr(history, "changes", None)
+    return len(changes) if changes is not None else 0
+
+
+def _verified(
+    refold: Any, reference: nn.Module, captured: nn.Module, inputs: dict[str, torch.Tensor]
+) -> dict[str, str]:
+    """Against the unchanged graph, by Refold's own criterion where it has one."""
+    try:
+        verdict = refold.verify(captured, kwargs=inputs, original=reference)
+    except Exception as error:
+        return {"verified": "no", "why verify": f"{type(error).__name__}: {error}"[:300]}
+    return {"verified": "yes" if verdict else "no", "verdict": str(verdict)[:200]}
+
+
+def _photograph(module: fx.GraphModule, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        outputs = torch.utils._pytree.tree_leaves(module(**{k: v.clone() for k, v in inputs.items()}))
+    return {
+        "code": module.code,
+        "names": [n.name for n in module.graph.nodes],
+        "state": {k: v.clone() for k, v in module.state_dict().items()},
+        "parameters": {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)},
+        "outputs": [o.clone() for o in outputs if isinstance(o, torch.Tensor)],
+    }
+
+
+def _unlike(one: dict[str, Any], other: dict[str, Any]) -> str:
+    for key in ("code", "names", "parameters"):
+        if one[key] != other[key]:
+            return f"{key} differ after undo"
+    if list(one["state"]) != list(other["state"]):
+        return "state_dict keys differ after undo"
+    if not all(_same(v, other["state"][k]) for k, v in one["state"].items()):
+        return "weights differ after undo"
+    return "" if all(map(_same, one["outputs"], other["outputs"])) else "results differ after undo"
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """docs/zoo.md: the shares, then families by steps with the reason for every failure."""
+    eager = {n: r for n, r in results.items() if r["eager"] == "yes"}
+    captured = {n: r for n, r in eager.items() if r.get("captured") == "yes"}
+    partial = {n: r for n, r in eager.items() if r.get("partial") == "yes"}
+    raised = {n: r for n, r in captured.items() if r["raised"] == "yes"}
+    batch = {n: r for n, r in captured.items() if r["other batch"] == "yes"}
+    rewritten = {n: r for n, r in captured.items() if "rewritten" in r}
+    undone = {n: r for n, r in rewritten.items() if r.get("undone") == "yes"}
+    verified = {n: r for n, r in rewritten.items() if r.get("verified") == "yes"}
+    changed = {n: r for n, r in rewritten.items() if r.get("changes")}
+    methods = Counter(r["method"] for r in captured.values())
+    import transformers
+
+    lines = [
+        "# The zoo",
+        "",
+        f"Written by `benchmarks/zoo.py --table`. transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"{platform.machine()}, tiny random-weight models built from their configurations by one generic recipe.",
+        "",
+        "| step | families | share |",
+        "|---|---|---|",
+        _share("in transformers", results, results),
+        _share("run eagerly with generic inputs", eager, results),
+        _share("captured whole", captured, eager),
+        _share("captured whole or in part", {**captured, **partial}, eager),
+        _share("raised completely, of those captured whole", raised, captured),
+        _share("equal to eager at another batch size, of those captured whole", batch, captured),
+        _share("rewritten by at least one of the five classic transformations", changed, rewritten),
+        _share("verified after rewriting", verified, rewritten),
+        _share("undone bit for bit", undone, rewritten),
+        "",
+        "Captured by: " + ", ".join(f"{name} {count}" for name, count in methods.most_common()) + ".",
+        "",
+        _cost(captured),
+        "",
+        "## Families that run eagerly",
+        "",
+        "| family | " + " | ".join(STEPS[1:]) + " | remarks |",
+        "|---|" + "---|" * len(STEPS),
+    ]
+    lines += [_row(name, result) for name, result in sorted(eager.items())]
+    lines += ["", "## Families the generic recipe could not build or run", "", "| family | reason |", "|---|---|"]
+    lines += [f"| {n} | {_cell(r.get('why', ''))} |" for n, r in sorted(results.items()) if r["eager"] != "yes"]
+    return "\n".join(lines) + "\n"
+
+
+def _share(what: str, some: dict[str, Any], of: dict[str, Any]) -> str:
+    return f"| {what} | {len(some)} of {len(of)} | {100 * len(some) / max(len(of), 1):.1f} % |"
+
+
+def _cost(captured: dict[str, dict[str, Any]]) -> str:
+    shares = sorted(
+        r["seconds"]["raise"] / r["seconds"]["export"] for r in captured.values() if r["seconds"].get("export")
+    )
+    if not shares:
+        return ""
+    middle, most = shares[len(shares) // 2], shares[-1]
+    return f"Raising costs {100 * middle:.1f} % of the export at the median, {100 * most:.1f} % at most."
+
+
+def _row(name: str, result: dict[str, Any]) -> str:
+    marks = [{"yes": "yes", "no": "**no**"}.get(str(result.get(step)), "") for step in STEPS[1:]]
+    if result.get("captured") == "no" and result.get("partial") == "yes":
+        marks[0] = "in part"
+    return f"| {name} | " + " | ".join(marks) + f" | {_cell(_remark(result))} |"
+
+
+def _remark(result: dict[str, Any]) -> str:
+    words = [result["why"]] if "why" in result else []
+    words += [f"not raised: {r}" for r in result.get("refused", [])[:2]]
+    if result.get("other batch") == "no":
+        words += [n for n in result.get("notes", []) if "shape[0]" in n][:1] or ["the batch size is fixed by the model"]
+    if result.get("method") not in (None, "torch.export"):
+        words.append(f"by {result['method']}")
+    if "why verify" in result:
+        words.append(result["why verify"])
+    return "; ".join(words)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")[:300]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""A tiny random-weight instance of any family of transformers, from its configuration alone."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from refold.capturing.dummy_inputs import DummyInputs, usual_input_names
+
+# (pattern of a setting's name, its tiny value); the first that matches counts
+_TINY: list[tuple[str, Any]] = [
+    (r"vocab_size$|type_vocab|entity_vocab", lambda v: min(v, 200)),
+    (
+        r"num_(local_|routed_)?experts$|n_routed_experts|moe_num_experts|num_expert$|ffn_num_experts",
+        lambda v: min(v, 4),
+    ),
+    (r"top_?k$|num_experts_per_tok(en)?$|moe_k$|num_selected_experts|moe_top_k", lambda v: min(v, 2)),
+    (r"n_group$|topk_group$", lambda v: 1),
+    (r"num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num", lambda v: min(v, 2)),
+    (r"prediction_length|context_length", lambda v: min(v or 8, 8)),
+    (r"(num|n)_?(.*_)?heads?$|attention_heads$|(encoder|decoder)_attention_heads", lambda v: min(v, 4)),
+    (r"(num|n)_(.*_)?layers?$|layers$|num_.*blocks$|^depth$|^n_layer$|num_stages?$", lambda v: min(v, 2)),
+    (r"head_dim$|d_kv$|kv_channels|qk_nope_head_dim|v_head_dim", lambda v: min(v, 8)),
+    (r"qk_rope_head_dim", lambda v: min(v, 8)),
+    (r"q_lora_rank|kv_lora_rank", lambda v: min(v, 16)),
+    (r"intermediate_size|ffn_dim|ffn_size|d_ff|inner_dim|n_inner|feedforward|mlp_dim|ffn_hidden", lambda v: min(v, 64)),
+    (
+        r"hidden_size|d_model|n_embd|embed_dim|hidden_dim|projection_dim|embedding_size|^dim$|conv_dim$",
+        lambda v: min(v, 32),
+    ),
+    (r"image_size|img_size", lambda v: min(v, 64)),
+    (r"patch_size$", lambda v: min(v, 16)),
+    (r"num_frames|frames_per_clip", lambda v: min(v, 4)),
+    (r"max_source_positions|max_(target_)?position", lambda v: min(v, 512)),
+    (r"num_queries|num_query_tokens|num_latents", lambda v: min(v, 8)),
+    (r"state_size|mamba_d_state|ssm_state", lambda v: min(v, 8)),
+]
+_DEEP = re.compile(r"layers?$|blocks$|^depth$|^n_layer$|depths$|vocab_size|experts")
+
+
+def build(model_type: str) -> tuple[nn.Module, dict[str, torch.Tensor], str]:
+    """A model in eval mode that runs, inputs it runs on, and which recipe worked; raises with the last reason."""
+    reasons: list[str] = []
+    for name, shrink in _RECIPES.items():
+        try:
+            model = _instance(model_type, shrink)
+        except Exception as error:
+            reasons.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}")
+            continue
+        for inputs in _input_sets(model):
+            try:
+                torch.manual_seed(0)
+                with torch.no_grad():
+                    model(**inputs)
+                return model, inputs, name
+            except Exception as error:
+                reasons.append(
+                    f"{name}, {list(inputs)}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+                )
+    raise RuntimeError(" | ".join(reasons[-4:]) or "no recipe")
+
+
+def _instance(model_type: str, shrink: Callable[[Any], dict[str, Any]]) -> nn.Module:
+    from transformers import AutoConfig, AutoModel
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    del AutoConfig
+    config = shrunk(CONFIG_MAPPING[model_type], shrink)
+    torch.manual_seed(0)
+    if sum(_sizes(config)) > 4e9:
+        raise MemoryError("too large")
+    model = AutoModel.from_config(config)
+    return model.eval()
+
+
+def _sizes(config: Any) -> Iterator[float]:
+    yield float(getattr(config, "hidden_size", 0) or 0) * float(getattr(config, "vocab_size", 0) or 0)
+
+
+def shrunk(config_class: type, shrink: Callable[[Any], dict[str, Any]]) -> Any:
+    """A configuration made with small values for the settings its default has."""
+    default = config_class()
+    return config_class(**_tiny_settings(default, shrink))
+
+
+def _tiny_settings(config: Any, shrink: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    settings = shrink(config)
+    for name, value in vars(config).items():
+        if name.endswith("_config") and hasattr(value, "to_dict") and not name.startswith("_"):
+            inner = value.to_dict()
+            inner.update(_tiny_settings(value, shrink))
+            settings[name] = inner
+    return settings
+
+
+def tiny(config: Any) -> dict[str, Any]:
+    """Everything small."""
+    settings: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        rule = next((r for p, r in _TINY if re.search(p, name)), None)
+        if rule is None or isinstance(value, bool):
+            continue
+        if isinstance(value, int) and value > 0:
+            settings[name] = rule(value)
+        elif isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
+            settings[name] = [rule(v) for v in value]
+    return _repair(config, settings)
+
+
+def shallow(config: Any) -> dict[str, Any]:
+    """Default widths, few layers, a small vocabulary."""
+    settings = {}
+    for name, value in vars(config).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value > 2 and _DEEP.search(name):
+            settings[name] = min(value, 200 if "vocab" in name else 4 if "expert" in name else 2)
+        elif isinstance(value, (list, tuple)) and "depths" in name:
+            settings[name] = [1 for _ in value]
+    return _repair(config, settings)
+
+
+def _repair(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings that depend on others: special tokens inside the vocabulary, one entry per layer, head sizes."""
+    vocabulary = settings.get("vocab_size", getattr(config, "vocab_size", None))
+    taken = itertools.count(10)
+    for name, value in vars(config).items():
+        if not isinstance(value, int) or isinstance(value, bool) or not name.endswith(("token_id", "token_index")):
+            continue
+        if isinstance(vocabulary, int) and value >= vocabulary:
+            settings[name] = next(taken)
+    layers = settings.get("num_hidden_layers")
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
+        value = vars(config).get(name)
+        if isinstance(value, (list, tuple)) and layers:
+            settings[name] = _spread(list(value), layers)
+    return settings
+
+
+def _spread(kinds: list[Any], count: int) -> list[Any]:
+    """The first of each kind, so that no kind of layer is lost, then the beginning of the list."""
+    order = list(dict.fromkeys(kinds))
+    return (order + kinds)[:count]
+
+
+def default(config: Any) -> dict[str, Any]:
+    """The configuration as it is."""
+    return {}
+
+
+def tiny_layers(config: Any) -> dict[str, Any]:
+    """Everything small, but as many layers as there are kinds of layers, and wider heads."""
+    settings = tiny(config)
+    for name in ("hidden_size", "d_model", "embed_dim", "n_embd"):
+        if name in settings:
+            settings[name] = min(getattr(config, name), 64)
+    for name in [n for n in settings if "head_dim" in n]:
+        settings[name] = min(getattr(config, name), 16)
+    return settings
+
+
+_RECIPES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "tiny": tiny,
+    "tiny, wider": tiny_layers,
+    "shallow": shallow,
+}
+
+
+def _input_sets(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Sets of inputs to try, from the usual one to more."""
+    parameters = inspect.signature(model.forward).parameters
+    usual = usual_input_names(model)
+    extra = ("pixel_values", "input_features", "input_values", "decoder_input_ids", "input_ids", "bbox")
+    sets: list[list[str]] = []
+    if "input_ids" in parameters and "attention_mask" in parameters and usual[:1] == ["input_ids"]:
+        sets.append([*usual, "attention_mask"])
+    sets.append(usual)
+    for name in extra:
+        if name in parameters and name not in usual:
+            sets += [[*usual, name]]
+    if "input_ids" in parameters and usual[:1] != ["input_ids"]:
+        sets.append(["input_ids"])
+    seen = set()
+    for names in sets:
+        if tuple(names) in seen or not names:
+            continue
+        seen.add(tuple(names))
+        yield from _variants(model, names)
+
+
+def _variants(model: nn.Module, names: list[str]) -> Iterator[dict[str, torch.Tensor]]:
+    """The usual shapes, then videos where images are wanted, then longer inputs."""
+    dummies = DummyInputs(model)
+    try:
+        made = {name: dummies.make(name) for name in names}
+    except Exception:
+        return
+    yield made
+    if "pixel_values" in made:
+        yield made | {"pixel_values": dummies.video()}
+    if "input_features" in made:
+        features = made["input_features"]
+        yield made | {"input_features": features.transpose(1, 2).contiguous()}
+    if "input_ids" in made:
+        longer = DummyInputs(model, length=64)
+        yield {name: longer.make(name) for name in names}

@@ -1,0 +1,108 @@
+"""Classic fx: torch.fx's own symbolic trace, for models that torch.export cannot take but proxies can run through."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from refold.capturing.assembling import assemble
+from refold.capturing.calling import Calling, add_output, bind
+from refold.capturing.devices import unpin
+from refold.capturing.explaining import Failure, explain
+from refold.capturing.export import Adapter, Result
+from refold.capturing.module import Captured
+from refold.capturing.report import CaptureReport
+from refold.capturing.restoring import SWITCHES, switched, untouched
+from refold.capturing.sizes import InputRule, SizeRules
+from refold.capturing.whole import NotCaptured, attach_record, prove, unread_tensors
+
+NAME = "classic torch.fx"
+
+
+class _Tracer(fx.Tracer):
+    """Records reads of parameters and buffers too, so that what is computed from them alone stays in the graph."""
+
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name != "model" and super().is_leaf_module(m, module_qualified_name)
+
+
+def capture_classic(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], failures: list[Failure]
+) -> Captured:
+    """Trace with proxies; the sizes in the graph are those the proxies asked for, so they are open until tried."""
+    with switched(model):
+        calling, leaves = bind(model, args, kwargs, SWITCHES)
+        try:
+            return _capture(model, calling, leaves, failures)
+        except Exception as error:  # whatever the model's code does to a proxy
+            failures.append(explain(NAME, error))
+            raise NotCaptured(failures, error) from error
+
+
+def _capture(model: nn.Module, calling: Calling, leaves: list[torch.Tensor], failures: Sequence[Failure]) -> Captured:
+    started = time.perf_counter()
+    result = Result()
+    with untouched(model):
+        traced = _Tracer().trace(Adapter(model, calling, result))
+    graph, constants = _own_arguments(traced, calling, result, model)
+    unpinned = unpin(graph)
+    captured = assemble(graph, model, constants, {})
+    rules = SizeRules(
+        tuple(
+            InputRule(name, leaf.dtype, tuple(f"{name}.{d}" for d in range(leaf.dim())), tuple(leaf.shape))
+            for name, leaf in zip(calling.leaf_names(), leaves, strict=True)
+        ),
+        {},
+        (),
+    )
+    trials = prove(model, captured, calling, leaves, rules)
+    rules = rules.pinned(trials.proven)
+    report = CaptureReport(
+        model=type(model).__name__,
+        method=NAME,
+        dynamic={r.name: tuple(d for d, s in enumerate(r.sizes) if isinstance(s, str)) for r in rules.inputs},
+        sizes_tried=tuple(trials.tried),
+        raised=tuple(str(n.target) for n in graph.nodes if n.op == "call_module"),
+        refused=(),
+        twins=(),
+        unread=tuple(unread_tensors(captured, model)),
+        regions_inlined=0,
+        checks_dropped=0,
+        devices_unpinned=unpinned,
+        nodes=len(graph.nodes),
+        training=model.training,
+        notes=(*(f"left out of the result: {what}" for what in result.left_out), *trials.notes),
+        attempts=tuple(map(str, failures)),
+        seconds={"trace": time.perf_counter() - started},
+    )
+    attach_record(captured, model, calling, rules, report, constants)
+    return captured
+
+
+def _own_arguments(
+    traced: fx.Graph, calling: Calling, result: Result, model: nn.Module
+) -> tuple[fx.Graph, dict[str, Any]]:
+    """Copy the graph: the model's own arguments and paths instead of the adapter's."""
+    graph = fx.Graph()
+    leaves = calling.add_placeholders(graph)
+    env: dict[fx.Node, Any] = {}
+    for node in traced.nodes:
+        if node.op == "placeholder":
+            env[node] = leaves
+        elif node.op == "output":
+            add_output(graph, result.tree, fx.map_arg(node.args[0], lambda n: env[n]))
+        elif isinstance(env.get(node.args[0] if node.args else None), list):  # type: ignore[arg-type]
+            env[node] = leaves[node.args[1]]  # type: ignore[index]
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].target = str(node.target).removeprefix("model.") if node.op in _BY_PATH else node.target
+    return graph, {}
+
+
+_BY_PATH = ("call_module", "get_attr")

@@ -1,0 +1,72 @@
+"""The ladder: one way of capturing after the other, each result compared with the model, until one stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from refold.capturing.classic import capture_classic
+from refold.capturing.errors import CaptureError
+from refold.capturing.explaining import Failure
+from refold.capturing.module import Captured
+from refold.capturing.whole import PLAIN_EXPORT, NotCaptured, Way, capture_whole
+
+
+def climb(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any) -> Captured:
+    """torch.export; the same under the patches of transformers' exporter; classic fx. Raises with all reasons."""
+    failures: list[Failure] = []
+    cause: BaseException | None = None
+    for way in _ways(model):
+        try:
+            return capture_whole(model, args, kwargs, dynamic, way, failures)
+        except NotCaptured as failed:
+            cause = cause or failed.cause
+    try:
+        return capture_classic(model, args, kwargs, failures)
+    except NotCaptured:
+        raise _error(model, failures) from cause
+
+
+def _ways(model: nn.Module) -> Iterator[Way]:
+    yield PLAIN_EXPORT
+    if _transformers_can_patch(model):
+        yield Way("torch.export with the patches of transformers.exporters", _patched)
+
+
+def _transformers_can_patch(model: nn.Module) -> bool:
+    try:
+        from transformers import PreTrainedModel
+        from transformers.exporters import exporter_dynamo  # noqa: F401
+    except ImportError:
+        return False
+    return any(isinstance(m, PreTrainedModel) for m in model.modules())
+
+
+@contextmanager
+def _patched(model: nn.Module) -> Iterator[None]:
+    """What transformers.exporters.DynamoExporter puts around an export, without what it does to the inputs.
+
+    Its own ``export`` also computes values from the example (sequence lengths, window indices) and makes them inputs;
+    a graph that needs them would not be called as the model is.
+    """
+    from transformers.exporters import exporter_dynamo, utils
+
+    with ExitStack() as stack:
+        stack.enter_context(utils.apply_patches("dynamo"))
+        stack.enter_context(exporter_dynamo.reset_model_state(model))
+        yield
+
+
+def _error(model: nn.Module, failures: Sequence[Failure]) -> CaptureError:
+    first = failures[0]
+    where = f" at {first.where}" if first.where else ""
+    others = "".join(f"\n  {failure}" for failure in failures[1:])
+    return CaptureError(
+        f"{type(model).__name__} could not be captured{where}: {first.why}. What to try: on_failure='partial' captures "
+        "the largest parts that can be and leaves the rest eager; submodule='...' captures one part; "
+        "change that line so that no tensor value steers Python, if the model is yours."
+        + (f"\nAlso tried:{others}" if others else "")
+    )
