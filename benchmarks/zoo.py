@@ -117,7 +117,8 @@ def run_apart(name: str, timeout: int) -> dict[str, Any]:
 def _child(name: str, timeout: int, writing: int) -> None:
     signal.alarm(timeout)
     resource.setrlimit(resource.RLIMIT_AS, (14 << 30, 14 << 30))
-    sys.stderr = open(os.devnull, "w")
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)  # torch writes to it on its own
 
     def tell(result: dict[str, Any]) -> None:
         os.write(writing, (json.dumps(result) + "\n").encode())
@@ -143,7 +144,8 @@ def steps_of(name: str, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any
     tell(result)
     captured = _capture(model, inputs, result)
     tell(result)
-    if captured is not None and result["captured"] == "yes":
+    if captured is not None:
+        _keep(name, captured, inputs)
         _rewrite(model, captured, inputs, result)
         tell(result)
     return result
@@ -175,8 +177,17 @@ def _capture(model: nn.Module, inputs: dict[str, torch.Tensor], result: dict[str
         "notes": list(report.notes)[:4],
         "seconds": {k: round(v, 3) for k, v in report.seconds.items()},
         "total seconds": round(time.perf_counter() - started, 2),
+        "cpu seconds": round(time.process_time(), 2),
     }
     return captured
+
+
+def _keep(name: str, captured: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
+    """With ZOO_KEEP set, captured graphs are stored, so that `--rewrite` need not capture again."""
+    folder = os.environ.get("ZOO_KEEP")
+    if folder:
+        Path(folder).mkdir(exist_ok=True)
+        torch.save((captured, inputs), Path(folder) / f"{name}.pt")
 
 
 def _other_batch(report: Any) -> str:

@@ -97,7 +97,7 @@ def _own_arguments(
             env[node] = leaves
         elif node.op == "output":
             add_output(graph, result.tree, fx.map_arg(node.args[0], lambda n: env[n]))
-        elif isinstance(env.get(node.args[0] if node.args else None), list):  # type: ignore[arg-type]
+        elif isinstance(env.get(node.args[0] if node.args else None), list):
             env[node] = leaves[node.args[1]]  # type: ignore[index]
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])

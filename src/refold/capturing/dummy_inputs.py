@@ -32,8 +32,8 @@ class DummyInputs:
         maker = _MAKERS.get(name)
         if maker is None:
             raise NeedsInputs(
-                f"Refold cannot make an example for the input {name!r} of {type(self.model).__name__}. Give real inputs: "
-                f"refold.trace(model, {name}=...)."
+                f"Refold cannot make an example for the input {name!r} of {type(self.model).__name__}. "
+                f"Give real inputs: refold.trace(model, {name}=...)."
             )
         made = maker(self)
         made = made.to(self.dtype) if made.is_floating_point() else made

@@ -54,7 +54,7 @@ def flatten(value: Any, leaves: list[Any], where: str = "", left_out: list[str] 
 
     An object that cannot be taken apart raises `Opaque`, or is left out and named in ``left_out`` where that is given.
     """
-    if isinstance(value, (torch.Tensor, *SYMBOLS)):
+    if isinstance(value, (torch.Tensor, fx.Proxy, *SYMBOLS)):
         leaves.append(value)
         return Leaf(len(leaves) - 1)
     if isinstance(value, PLAIN) and not hasattr(value, "_fields"):
