@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from report_browser import NEEDS_BROWSER, Browser, function, opened, small_report
+from report_browser import NEEDS_BROWSER, Browser, function, linear, opened, small_report
 
 from refold.report import (
     GraphData,
@@ -168,6 +168,19 @@ def test_a_graph_that_the_layout_gives_up_on_is_still_shown(browser: Browser) ->
     assert browser.names("after", "selected") == ["l2_merged"]
     assert browser.seen("after", "l2_merged") and browser.seen("before", "l2_key")
     assert browser.console() == []
+
+
+def test_a_place_is_shown_at_the_node_that_the_rewrite_made(browser: Browser) -> None:
+    """A rewrite often keeps an old name for a slice of the new node; the new node is the one to look at."""
+    before = (GraphNode("x", "placeholder", "x"), linear("key", "", "key", "x"))
+    after = (before[0], linear("merged", "", "merged", "x"), function("key", "", "operator.getitem", "merged"))
+    card = RewriteCard("Merge", "kept", sites=(Site("key merged", ("key",), ("key", "merged")),))
+    links = (NodeLink(("key",), ("key", "merged"), (0,)),)
+    graphs = {"graph_before": GraphData(before), "graph_after": GraphData(after)}
+    browser.open(Report("t", ModelSummary("M"), steps=(card,), links=links, **graphs))
+    browser.one("#rewrite-1 .site").click()
+    assert browser.names("after", "selected") == ["merged"]
+    assert browser.names("before", "linked") == ["key"]
 
 
 # ---- large graphs

@@ -152,6 +152,11 @@ def test_a_spread_that_holds_one_is_no_speed_up() -> None:
     assert "faster" not in str(report)
 
 
+def test_a_run_that_kept_the_original_says_so() -> None:
+    report = Report("t", ModelSummary("M"), speedup=Ratio(1.0, 1.0, 1.0))
+    assert "the original was the fastest" in str(report)
+
+
 def test_rewrites_counts_only_what_was_kept() -> None:
     assert full_report().rewrites == 2
 

@@ -4,6 +4,7 @@
 (() => {
   const { data, byId, svg } = Refold;
   const MOST_REVEALED = 24;
+  const MOST_CONNECTORS = 12;
 
   class Page {
     constructor() {
@@ -142,7 +143,8 @@
     }
 
     showSite(site, number) {
-      const after = site.after.map((name) => this.model.after.nodes.get(name)).find(Boolean);
+      const made = site.after.filter((name) => !this.model.before.nodes.has(name)); // a new node shows the place best
+      const after = [...made, ...site.after].map((name) => this.model.after.nodes.get(name)).find(Boolean);
       const before = site.before.map((name) => this.model.before.nodes.get(name)).find(Boolean);
       if (after || before) this.choose(after || before, { scroll: true, focus: true });
       else if (this.model.steps[number].status === "kept") say("A later step rewrote this place again, so its nodes are in neither graph.");
@@ -170,9 +172,11 @@
       if (!this.chosen || this.chosen.isGroup || right.left < left.right) return [];
       const ends = (view, frame) => [view.marks.selected, ...view.marks.linked].map((item) => item && view.element(item)?.getBoundingClientRect())
         .filter((box) => box && box.bottom > frame.top && box.top < frame.bottom && box.right > frame.left && box.left < frame.right);
+      const [starts, targets] = [ends(before, left), ends(after, right)];
+      if (starts.length * targets.length > MOST_CONNECTORS) return []; // the marks say it better than a bundle of lines
       const hue = this.chosen.steps.size ? `hue-${[...this.chosen.steps][0] % 8}` : "";
       const lines = [];
-      for (const from of ends(before, left)) for (const to of ends(after, right)) {
+      for (const from of starts) for (const to of targets) {
         // from below or above each origin, so that origins side by side keep lines of their own
         const [x2, y2] = [Math.max(to.left, right.left) - host.left, (to.top + to.bottom) / 2 - host.top];
         const down = y2 > from.bottom - host.top + 20;

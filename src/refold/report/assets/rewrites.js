@@ -4,6 +4,7 @@
 (() => {
   const { data, el, byId, count, duration, error, times, verdict } = Refold;
   const FIRST_ROWS = 5;
+  const LONGEST_ALGEBRA = 6; // lines
   const STATUS_TONE = { kept: "good", "taken back": "warn", refused: "warn", "no match": "none" };
 
   function chip(text, tone = "plain") {
@@ -73,12 +74,20 @@
       el("dd", {}, chip(verification.grade, Refold.tone(verification)), verification.sentence ? el("span", { class: "quiet" }, ` ${verification.sentence}`) : null, outputErrors(verification.outputs)));
   }
 
+  /** What the rewrite does. Of a long text the first paragraph is shown, and the rest on demand. */
+  function algebra(text) {
+    if (!text) return null;
+    const [first, ...rest] = text.split("\n").length <= LONGEST_ALGEBRA ? [text] : text.split(/\n\s*\n/);
+    const block = (content) => el("pre", { class: "algebra" }, content);
+    return [block(first), rest.length ? folded("all of it", () => block(rest.join("\n\n"))) : null];
+  }
+
   function card(step, number) {
     const live = step.status === "kept" && step.sites.length > 0;
     return el("article", { class: `card hue-${number % 8} ${live ? "live" : ""}`, id: `rewrite-${number + 1}` },
       el("header", {}, el("span", { class: "step-number", "aria-hidden": "true" }, number + 1), el("h3", {}, step.name),
         el("span", { class: "chips" }, chip(step.status, STATUS_TONE[step.status]), step.kind ? chip(step.kind) : null)),
-      step.algebra ? el("pre", { class: "algebra" }, step.algebra) : null,
+      algebra(step.algebra),
       step.note ? el("p", { class: "quiet" }, step.note) : null,
       el("dl", {}, gain(step), exactness(step)),
       step.sites.length ? [el("h4", {}, step.status === "kept" ? `Rewritten: ${count(step.sites.length, "place")}` : `${count(step.sites.length, "place")} matched`), longList(step.sites, (site) => siteRow(site, number))] : null,
