@@ -52,9 +52,10 @@ def fold(edit: Editor, linear: Call, norm: Call, *, channel: int, keep: str, gua
 def _install(
     edit: Editor, linear: Call, norm: Call, new: dict[str, torch.Tensor], names: dict[str, str], guard: bool
 ) -> None:
-    beta = norm.operands["beta"].tensor if "beta" in norm.operands else linear.weight
+    beta = norm.operands["beta"].tensor if "beta" in norm.operands else None
     trains = {"weight": linear.weight.requires_grad}
-    trains["bias"] = (linear.bias if linear.bias is not None else beta).requires_grad
+    shift = linear.bias if linear.bias is not None else beta
+    trains["bias"] = shift is not None and shift.requires_grad  # what has no origin to return to must not be trained
     tensors: dict[str, torch.Tensor] = {role: nn.Parameter(new[role], requires_grad=trains[role]) for role in trains}
     tensors |= {role: value for role, value in new.items() if role not in trains}
     if linear.path is not None and not guard:
