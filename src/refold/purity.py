@@ -1,0 +1,127 @@
+"""Which nodes only compute: no writes, no random numbers, no checks. They can be erased, evaluated early or joined."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from refold import fx_private
+from refold.aliasing import switches_mode, written_by
+from refold.edit import Editor
+
+_HOMES = ("torch", "_operator", "math", "builtins")
+_RANDOM_NAMES = {
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli",
+    "multinomial", "poisson", "binomial", "rrelu", "gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d",
+    "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices", "native_dropout", "seed", "manual_seed",
+    "initial_seed", "get_rng_state", "set_rng_state", "empty", "empty_like", "new_empty", "empty_strided",
+    "new_empty_strided", "empty_permuted",
+}  # fmt: skip
+_DROPOUT_NAMES = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+}  # fmt: skip
+_EFFECT_NAMES = {
+    "backward", "register_hook", "retain_grad", "requires_grad_", "requires_grad", "set_", "share_memory_", "print",
+    "setattr", "item", "tolist", "is_nonzero", "record_stream", "input", "open", "exec", "eval", "cond", "while_loop",
+}  # fmt: skip
+_FREE_FUNCTIONS: set[Any] = {getattr, len, int, float, bool, round, max, min, slice, tuple, list, operator.getitem}
+_MODES_MATTER: tuple[type[nn.Module], ...] = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+_MODES_MATTER += (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.RReLU)
+_MODES_MATTER += (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
+_RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+def name_of(node: Node) -> str:
+    """The bare name of what a node calls: 'add' for `aten.add.Tensor`, `torch.add` and the method."""
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).split(".")[1]
+    return getattr(node.target, "__name__", "").split(".")[0]
+
+
+def is_pure(gm: GraphModule, node: Node) -> bool:
+    """Whether a node does nothing but compute its value from its inputs, the same one every time."""
+    if node.op == "get_attr":
+        return True
+    if node.op == "call_module":
+        return _pure_module(gm, str(node.target))
+    if node.op not in ("call_function", "call_method") or switches_mode(node) or written_by(gm, node):
+        return False
+    name = name_of(node)
+    if name in _RANDOM_NAMES or name in _EFFECT_NAMES or "assert" in name or name.startswith("sym_constrain"):
+        return False
+    if name in _DROPOUT_NAMES:
+        return drops_nothing(node)
+    if name == "scaled_dot_product_attention":
+        return _argument(node, 4, "dropout_p", 0.0) == 0.0
+    return hasattr(torch.Tensor, name) if node.op == "call_method" else _pure_function(node)
+
+
+def _pure_function(node: Node) -> bool:
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace not in ("aten", "prims"):
+            return False
+        return torch.Tag.nondeterministic_seeded not in target.tags and bool(target._schema.returns)
+    if target in _FREE_FUNCTIONS:
+        return True
+    home = (getattr(target, "__module__", None) or "").split(".")[0]
+    known = home in _HOMES or (not home and hasattr(torch.Tensor, getattr(target, "__name__", "")))
+    trains = node.kwargs.get("training") is True
+    return known and not isinstance(target, type) and not trains
+
+
+def drops_nothing(node: Node) -> bool:
+    """Whether a dropout function is called so that it returns its input: not training, or with probability 0."""
+    default = True if getattr(node.target, "__module__", "") == "torch.nn.functional" else None
+    training = _argument(node, 2, "training", _argument(node, 2, "train", default))
+    return training is False or _argument(node, 1, "p", 0.5) == 0
+
+
+def _argument(node: Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _pure_module(gm: GraphModule, path: str) -> bool:
+    try:
+        module = gm.get_submodule(path)
+    except AttributeError:
+        return False
+    return all(_pure_alone(m) for m in module.modules())
+
+
+def _pure_alone(module: nn.Module) -> bool:
+    if not type(module).__module__.startswith("torch.nn.") or fx_private.has_hooks(module):
+        return False
+    if "forward" in module.__dict__ or getattr(module, "inplace", False) or isinstance(module, _RANDOM_MODULES):
+        return False
+    if getattr(module, "max_norm", None) is not None:  # an embedding that renormalises its weight in place
+        return False
+    return not (module.training and isinstance(module, _MODES_MATTER))
+
+
+def erase_dead(edit: Editor, roots: Iterable[Node]) -> None:
+    """Erase these nodes and whatever only they read, as far as nobody reads them and they only compute."""
+    pending = list(roots)
+    seen_last: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen_last or node.users or not is_pure(edit.gm, node):
+            continue
+        seen_last.add(node)
+        inputs = node.all_input_nodes
+        edit.graph.erase_node(node)
+        pending += inputs
