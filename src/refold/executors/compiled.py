@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
@@ -78,7 +78,7 @@ class Freeze(_Inductor):
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
         signature, layout, tensors = example(args, kwargs)
-        options = {**(self.options or {}), "freezing": True, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        options = {**(self.options or {}), "freezing": True, "guard_filter_fn": _no_guards}
         # fullgraph: without guards, code that other modules share must never be compiled on its own.
         compiled = torch.compile(_own_code(module), fullgraph=True, dynamic=False, options=options)
         runner = FrozenRunner(signature, module, compiled, layout, tensors)
@@ -113,6 +113,10 @@ def _restride(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _no_guards(entries: Sequence[Any]) -> list[bool]:
+    return [False for _ in entries]
 
 
 def _own_code(module: nn.Module) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -53,17 +54,19 @@ class RequestRunner(Runner):
             )
         self.outputs = plan.outputs
         self.request = compiled.create_infer_request()
+        self.lock = threading.Lock()  # a request runs one call at a time
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         return self.outputs.build(self.compute(tensors, self.outputs.fresh()), tensors)
 
     def compute(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
         held = [tensor.contiguous() for tensor in tensors]
-        for index, tensor in enumerate(held):
-            self.request.set_input_tensor(index, _share(tensor))
-        for index, tensor in enumerate(results):
-            self.request.set_output_tensor(index, _share(tensor))
-        self.request.infer()
+        with self.lock:
+            for index, tensor in enumerate(held):
+                self.request.set_input_tensor(index, _share(tensor))
+            for index, tensor in enumerate(results):
+                self.request.set_output_tensor(index, _share(tensor))
+            self.request.infer()
         return results
 
 
