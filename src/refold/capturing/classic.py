@@ -18,6 +18,7 @@ from refold.capturing.module import Captured
 from refold.capturing.report import CaptureReport
 from refold.capturing.restoring import SWITCHES, switched, untouched
 from refold.capturing.sizes import InputRule, SizeRules
+from refold.capturing.unlifting import CONSTANTS
 from refold.capturing.whole import NotCaptured, attach_record, prove, unread_tensors
 
 NAME = "classic torch.fx"
@@ -33,34 +34,29 @@ class _Tracer(fx.Tracer):
 
 
 def capture_classic(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], failures: list[Failure]
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any, failures: list[Failure]
 ) -> Captured:
     """Trace with proxies; the sizes in the graph are those the proxies asked for, so they are open until tried."""
     with switched(model):
         calling, leaves = bind(model, args, kwargs, SWITCHES)
         try:
-            return _capture(model, calling, leaves, failures)
+            return _capture(model, calling, leaves, dynamic, failures)
         except Exception as error:  # whatever the model's code does to a proxy
             failures.append(explain(NAME, error))
             raise NotCaptured(failures, error) from error
 
 
-def _capture(model: nn.Module, calling: Calling, leaves: list[torch.Tensor], failures: Sequence[Failure]) -> Captured:
+def _capture(
+    model: nn.Module, calling: Calling, leaves: list[torch.Tensor], dynamic: Any, failures: Sequence[Failure]
+) -> Captured:
     started = time.perf_counter()
     result = Result()
     with untouched(model):
-        traced = _Tracer().trace(Adapter(model, calling, result))
-    graph, constants = _own_arguments(traced, calling, result, model)
+        adapter = Adapter(model, calling, result)
+        graph, constants = _own_arguments(_Tracer().trace(adapter), adapter, calling)
     unpinned = unpin(graph)
     captured = assemble(graph, model, constants, {})
-    rules = SizeRules(
-        tuple(
-            InputRule(name, leaf.dtype, tuple(f"{name}.{d}" for d in range(leaf.dim())), tuple(leaf.shape))
-            for name, leaf in zip(calling.leaf_names(), leaves, strict=True)
-        ),
-        {},
-        (),
-    )
+    rules = _open_rules(calling, leaves) if dynamic is not False else _open_rules(calling, leaves).pinned(set())
     trials = prove(model, captured, calling, leaves, rules)
     rules = rules.pinned(trials.proven)
     report = CaptureReport(
@@ -85,24 +81,40 @@ def _capture(model: nn.Module, calling: Calling, leaves: list[torch.Tensor], fai
     return captured
 
 
-def _own_arguments(
-    traced: fx.Graph, calling: Calling, result: Result, model: nn.Module
-) -> tuple[fx.Graph, dict[str, Any]]:
-    """Copy the graph: the model's own arguments and paths instead of the adapter's."""
+def _open_rules(calling: Calling, leaves: Sequence[torch.Tensor]) -> SizeRules:
+    """Nothing is known about sizes: every dimension is open until it is tried."""
+    inputs = [
+        InputRule(name, leaf.dtype, tuple(f"{name}.{d}" for d in range(leaf.dim())), tuple(leaf.shape))
+        for name, leaf in zip(calling.leaf_names(), leaves, strict=True)
+    ]
+    return SizeRules(tuple(inputs), {}, ())
+
+
+def _own_arguments(traced: fx.Graph, adapter: Adapter, calling: Calling) -> tuple[fx.Graph, dict[str, Any]]:
+    """Copy the graph: the model's own arguments and paths instead of the adapter's, its constants in their place."""
     graph = fx.Graph()
+    constants: dict[str, Any] = {}
     leaves = calling.add_placeholders(graph)
     env: dict[fx.Node, Any] = {}
     for node in traced.nodes:
         if node.op == "placeholder":
             env[node] = leaves
         elif node.op == "output":
-            add_output(graph, result.tree, fx.map_arg(node.args[0], lambda n: env[n]))
-        elif isinstance(env.get(node.args[0] if node.args else None), list):
-            env[node] = leaves[node.args[1]]  # type: ignore[index]
+            add_output(graph, adapter.result.tree, fx.map_arg(node.args[0], lambda n: env[n]))
+        elif any(isinstance(env[n], list) for n in node.all_input_nodes):
+            env[node] = leaves[int(str(node.args[1]))]
         else:
-            env[node] = graph.node_copy(node, lambda n: env[n])
-            env[node].target = str(node.target).removeprefix("model.") if node.op in _BY_PATH else node.target
-    return graph, {}
+            target = _own_target(node, adapter, constants)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            env[node] = graph.create_node(node.op, target, args, kwargs, node.name.removeprefix("model_"), node.type)
+    return graph, constants
 
 
-_BY_PATH = ("call_module", "get_attr")
+def _own_target(node: fx.Node, adapter: Adapter, constants: dict[str, Any]) -> Any:
+    if node.op not in ("call_module", "get_attr"):
+        return node.target
+    path = str(node.target)
+    if path.startswith("model."):
+        return path.removeprefix("model.")
+    constants[f"{CONSTANTS}.{path}"] = getattr(adapter, path)
+    return f"{CONSTANTS}.{path}"

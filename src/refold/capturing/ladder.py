@@ -25,7 +25,7 @@ def climb(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dyna
         except NotCaptured as failed:
             cause = cause or failed.cause
     try:
-        return capture_classic(model, args, kwargs, failures)
+        return capture_classic(model, args, kwargs, dynamic, failures)
     except NotCaptured:
         raise _error(model, failures) from cause
 

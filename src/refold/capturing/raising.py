@@ -58,7 +58,7 @@ def names_of_tensors(model: nn.Module) -> dict[str, int]:
 def calls_of(graph: fx.Graph, model: nn.Module, wanted: Any) -> dict[tuple[str, str], list[fx.Node]]:
     """The nodes of every call of a wanted module: {(key of the call, path of the module): nodes, in order}."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    leaves = {path for path, module in modules.items() if wanted(module)}
+    leaves = {path for path, module in modules.items() if path and wanted(module)}
     calls: dict[tuple[str, str], list[fx.Node]] = {}
     for node in graph.nodes:
         call = innermost_call(node)

@@ -138,7 +138,8 @@ class _Copier:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return node
         detached = self.graph.call_function(_aten.detach.default, (node,))
-        detached.meta = dict(node.meta)
+        # without the stack of modules: it belongs to the region, not to the module that made the value
+        detached.meta = {k: v for k, v in node.meta.items() if k != "nn_module_stack"}
         return detached
 
     def _value(self, value: Any) -> Any:
