@@ -1,0 +1,167 @@
+"""Run code in float64, and measure how far its results move when every operand is rounded anew.
+
+This is the one file of verification that uses an underscore name of torch: the dispatch mode, through which every
+operator call can be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from refold import fx_private
+from refold.verifying.leaves import map_tensors
+
+UNIT = 2.0**-53
+"""The largest relative error of one rounding to float64."""
+PROBES = 3
+CHANCE = 1e-9
+"""How often all probes together may understate the sensitivity of what they probe by more than `slack` allows."""
+
+
+def slack(numbers: int) -> float:
+    """By how much the root mean square of so many normal numbers may understate their deviation, with that chance:
+    P(χ²_n < n·t²) < (n·t²/2)^(n/2) / Γ(n/2 + 1), and the slack is 1/t."""
+    return math.sqrt(numbers / 2) / math.exp((math.log(CHANCE) + math.lgamma(numbers / 2 + 1)) / numbers)
+
+
+SLACK = slack(PROBES)
+
+_WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
+_WIDE |= {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
+# A relative nudge would turn equality, and steps, over; their outcome has no rounding error of its own.
+_STEPS = {"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round", "trunc", "sign", "argmax", "argmin", "sort"}
+
+
+def widen(tensor: torch.Tensor) -> torch.Tensor:
+    """A floating tensor in float64, a complex one in complex128, any other as it is."""
+    return tensor.to(_WIDE[tensor.dtype]) if tensor.dtype in _WIDE else tensor
+
+
+class Nudge:
+    """Multiplies tensors by one plus a small random step; cheap, since it reuses its random numbers."""
+
+    def __init__(self, step: float, seed: int) -> None:
+        self.step = step
+        self.generator = torch.Generator().manual_seed(seed)
+        self.pool: dict[torch.device, torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, every element nudged."""
+        return tensor + tensor * self.numbers(tensor)
+
+    def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One random number for each element of a tensor."""
+        pool = self.pool.get(tensor.device)
+        if pool is None or pool.numel() <= tensor.numel():
+            pool = self.pool[tensor.device] = self.draw(2 * tensor.numel() + 4096).to(tensor.device)
+        start = int(torch.randint(0, pool.numel() - tensor.numel(), (), generator=self.generator))
+        return pool[start : start + tensor.numel()].view(tensor.shape)
+
+    def draw(self, size: int) -> torch.Tensor:
+        """Normally distributed steps."""
+        return torch.randn(size, generator=self.generator, dtype=torch.float64) * self.step
+
+
+class OneRounding(Nudge):
+    """Rounds every element once more: up to one unit of its own dtype either way, then to that dtype."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(1.0, seed)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor
+        wide = tensor.to(torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else torch.float64)
+        return (wide + wide * (self.numbers(tensor).to(wide.dtype) * (torch.finfo(tensor.dtype).eps / 2))).to(
+            tensor.dtype
+        )
+
+    def draw(self, size: int) -> torch.Tensor:
+        """Evenly spread between minus one and one."""
+        return torch.rand(size, generator=self.generator, dtype=torch.float32) * 2 - 1
+
+
+class Arithmetic(TorchDispatchMode):
+    """While it is on, every operator computes in float64 (`wide`), and its operands are nudged first (`nudge`)."""
+
+    def __init__(self, *, wide: bool = True, nudge: Nudge | None = None) -> None:
+        super().__init__()
+        self.wide = wide
+        self.nudge = nudge
+        self.terms = 1.0
+        """The largest number of terms that one operator added up for one of its results, about."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        written = {id(t) for t in _flat(fx_private.written_arguments(func, args, kwargs))}
+        if self.wide:
+            args, kwargs = _wide_arguments((args, kwargs), written)
+        if self.nudge is not None and not _is_view(func, written) and func._schema.name.split("::")[1] not in _STEPS:
+            args, kwargs = self._nudged(args, kwargs, written)
+        out = func(*args, **kwargs)
+        self._count(args, out)
+        return map_tensors(out, widen) if self.wide and not written else out
+
+    def _nudged(self, args: Any, kwargs: Any, written: set[int]) -> tuple[Any, Any]:
+        def nudge(t: torch.Tensor) -> torch.Tensor:
+            if not (t.is_floating_point() or t.is_complex()) or id(t) in written or t.numel() == 0:
+                return t
+            assert self.nudge is not None
+            return self.nudge(t).to(t.dtype)
+
+        nudged: tuple[Any, Any] = map_tensors((tuple(args), kwargs), nudge)
+        return nudged
+
+    def _count(self, args: Any, out: Any) -> None:
+        operands = sorted(t.numel() for t in _flat(args) if t.is_floating_point())
+        results = [t.numel() for t in _flat(out)]
+        if not operands or not results or not min(results):
+            return
+        longest = max(max(t.shape, default=1) for t in _flat(args))
+        product = math.sqrt(math.prod(operands[-2:]) / min(results)) if len(operands) > 1 else 1.0
+        self.terms = max(self.terms, longest, operands[-1] / min(results), product)
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in _flat(v)] if isinstance(value, tuple | list) else []
+
+
+def _is_view(func: Any, written: set[int]) -> bool:
+    return not written and fx_private.returns_alias(func)
+
+
+def _wide_arguments(arguments: tuple[Any, Any], written: set[int]) -> tuple[Any, Any]:
+    def lift(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return _WIDE.get(value, value)
+        if isinstance(value, torch.Tensor):
+            return value if id(value) in written else widen(value)
+        return type(value)(lift(v) for v in value) if type(value) in (tuple, list) else value
+
+    args, kwargs = arguments
+    return tuple(lift(a) for a in args), {k: lift(v) for k, v in kwargs.items()}
+
+
+Run = Callable[[], Sequence[Any]]
+
+
+def spread(run: Run, base: Sequence[Any], seed: int, *, wide: bool = True, step: float = UNIT**0.5) -> list[Any]:
+    """Per result of `run`, how far each element moves per unit of relative rounding of every operand on the way: the
+    root mean square over several runs with all operands nudged by normally distributed steps. The step is √u, where
+    the first-order effect stands furthest above both the rounding below it and the second order above it."""
+    sums: list[Any] = [torch.zeros_like(b.abs()) if isinstance(b, torch.Tensor) else None for b in base]
+    for i in range(PROBES):
+        with Arithmetic(wide=wide, nudge=Nudge(step, seed + i)):
+            moved = run()
+        for k, (b, m) in enumerate(zip(base, moved, strict=True)):
+            if sums[k] is not None and isinstance(m, torch.Tensor) and m.shape == b.shape:
+                distance = (m - b).abs().nan_to_num(0.0, 0.0, 0.0) if b.is_floating_point() or b.is_complex() else 0
+                sums[k] = sums[k] + (distance / step) ** 2
+    return [None if s is None else (s / PROBES).sqrt() for s in sums]

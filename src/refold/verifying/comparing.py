@@ -1,0 +1,114 @@
+"""Compare the results of two computations of the same thing: shapes, kinds, special values, and rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from refold.verifying.arithmetic import PROBES, slack
+from refold.verifying.leaves import leaves_of
+
+Bounds = Callable[[], list[Any]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two lists of results differ: a sentence where they do, and the element nearest to its bound."""
+
+    sentence: str = ""
+    deviation: float = 0.0
+    bound: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The deviation in units of its bound."""
+        return math.inf if self.sentence else self.deviation / self.bound if self.bound else 0.0
+
+
+def flat(results: Sequence[Any]) -> list[Any]:
+    """The leaves of some results; Python numbers become float64 tensors, so that they are judged like them."""
+    found = [leaf for _, leaf in leaves_of(tuple(results))]
+    return [torch.tensor(x, dtype=torch.float64) if type(x) is float else x for x in found]
+
+
+def compare(old: list[Any], new: list[Any], bounds: Bounds) -> Difference:
+    """Compare flat results. `bounds` is asked for the allowed difference of each element only where there is one."""
+    if len(old) != len(new):
+        return Difference(f"it gives {len(new)} values instead of {len(old)}")
+    for a, b in zip(old, new, strict=True):
+        sentence = differ_in_kind(a, b)
+        if sentence:
+            return Difference(sentence)
+    places = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if _is_float(a) and not _equal(a, b)]
+    if not places:
+        return Difference()
+    allowed = bounds()
+    return max((_distance(old[i], new[i], allowed[i]) for i in places), key=lambda d: d.ratio)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def differ_in_kind(a: Any, b: Any) -> str:
+    """A sentence if two results differ in anything but rounding."""
+    if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor) or type(a) is not type(b):
+        return f"it gives {_kind(b)} instead of {_kind(a)}"
+    if not isinstance(a, torch.Tensor):
+        return f"it gives {b!r} instead of {a!r}" if _comparable(a) and a != b else ""
+    if a.shape != b.shape:
+        return f"it gives shape {tuple(b.shape)} instead of {tuple(a.shape)}"
+    if a.dtype != b.dtype:
+        return f"it gives {b.dtype} instead of {a.dtype}"
+    if not _is_float(a):
+        return "" if torch.equal(a, b) else f"{int((a != b).sum())} of {a.numel()} integers or booleans differ"
+    if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
+        return "NaN or infinities stand in other places"
+    infinite = a.isinf()
+    return "" if torch.equal(a[infinite], b[infinite]) else "infinities have the other sign"
+
+
+def _comparable(value: Any) -> bool:
+    return isinstance(value, int | str | bytes | bool | tuple | slice | torch.dtype | torch.device | type(None))
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def pooled(old: list[Any], new: list[Any], moved: list[Any], unit: float) -> Difference:
+    """Compare along every axis: the root mean square of the difference in each slice, and that of how far one rounding
+    moves it. Many numbers together need less slack than each alone, so this sees what the single elements cannot."""
+    found = [Difference()]
+    for a, b, m in zip(old, new, moved, strict=True):
+        if m is None or not _is_float(a) or a.numel() == 0:
+            continue
+        distance = (a - b).abs().nan_to_num(0.0, 0.0, 0.0)
+        for dim in range(a.dim()):
+            others = [d for d in range(a.dim()) if d != dim]
+            size = a.numel() // a.shape[dim]
+            allowed = _mean(m, others) * (slack(PROBES * size) * unit)
+            found.append(_distance(_mean(distance, others), torch.zeros_like(allowed), allowed))
+    return max(found, key=lambda d: d.ratio)
+
+
+def _mean(values: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    return values.square().mean(dims).sqrt() if dims else values
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor, allowed: torch.Tensor) -> Difference:
+    distance = (a - b).abs().nan_to_num(0.0, 0.0, 0.0)
+    ratio = torch.where(distance > 0, distance / allowed, 0.0)
+    worst = int(ratio.reshape(-1).argmax())
+    deviation, bound = float(distance.reshape(-1)[worst]), float(allowed.reshape(-1)[worst])
+    if not float(ratio.reshape(-1)[worst]) <= 1:
+        return Difference(f"it is off by {deviation:.3g} where rounding allows {bound:.3g}", deviation, bound)
+    return Difference("", deviation, bound)

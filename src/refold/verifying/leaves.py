@@ -1,0 +1,63 @@
+"""Values that models take and give, as trees: their tensors and other leaves, with names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, type(...))
+
+
+def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its name: `logits`, `hidden_states[3]`. Objects of unknown classes are opened by attribute."""
+    yield from _walk(value, name, set())
+
+
+def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.Tensor) or (isinstance(value, _PLAIN) and not hasattr(value, "_fields")):
+        yield name, value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts = _parts(value)
+    if parts is None:
+        yield name, value
+        return
+    for key, part in parts:
+        text = f"{name}.{key}" if name and isinstance(key, str) else f"{name}[{key}]" if name else str(key)
+        yield from _walk(part, text, seen)
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, tuple | list):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    attributes = getattr(value, "__dict__", None)
+    return None if callable(value) or not attributes else [(k, v) for k, v in attributes.items() if k[:1] != "_"]
+
+
+def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor with its name."""
+    return ((name, leaf) for name, leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same containers with other tensors; objects of unknown classes stay as they are."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(v, change) for v in value))
+    if isinstance(value, torch.Size):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(v, change) for v in value)
+    if type(value) is dict:
+        return {k: map_tensors(v, change) for k, v in value.items()}
+    return value

@@ -1,0 +1,280 @@
+"""Cut the places that a change rewrote out of the graphs before and after it: what goes in, what comes out.
+
+A node is touched when the change made, erased or changed it, or when the module or tensor it uses is another one. A
+touched node that only reads other nodes than before is rewired: it stands outside, and what it reads is compared. The
+touched nodes fall into sites by who reads whom, in either graph. What a site reads from outside are its inputs; they
+must be the same nodes on both sides, so a value that only one side reads is recomputed inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from refold import fx_private
+from refold.aliasing import written_by
+from refold.change import Change, join_path
+from refold.fingerprint import same_bits
+from refold.snapshot import Ref, record_node, same_value
+from refold.verifying.stages import Stage
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place: the nodes on both sides, the values that go in, and the values (before, after) to be compared."""
+
+    before: frozenset[str]
+    after: frozenset[str]
+    inputs: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+    rewired: frozenset[str]
+    one_sided: bool
+
+    @property
+    def name(self) -> str:
+        """The values that the site gives, by their names after the change."""
+        names = sorted({a for _, a in self.pairs}) or sorted(self.after or self.before)
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+class Cutter:
+    """Cuts one stage into sites."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.nodes = [{n.name: n for n in gm.graph.nodes} for gm in (stage.before, stage.after)]
+        self.place = [{name: i for i, name in enumerate(names)} for names in self.nodes]
+        self.touched = _touched(stage, self.nodes)
+        self.rewired = {name: pairs for name in self.touched if (pairs := self._rewired(name)) is not None}
+
+    def sites(self, absorb: frozenset[str] = frozenset()) -> Iterator[Site]:
+        """The sites; the rewired nodes in `absorb` count as parts of them."""
+        if self._order_matters():
+            yield self.whole()
+            return
+        rewired = {name: pairs for name, pairs in self.rewired.items() if name not in absorb}
+        members = self.touched - set(rewired)
+        groups = _Groups()
+        for side in (0, 1):
+            for name in members & set(self.nodes[side]):
+                groups.find(name)
+                for read in self._inputs(side, name):
+                    if read in members:
+                        groups.join(name, read)
+        for pairs in rewired.values():
+            for b, a in pairs:
+                groups.join(b, a)
+        readers = self._readers(members, rewired)
+        for names in groups.all():
+            wanted = {pair: who for pair, who in readers.items() if pair[0] in names or pair[1] in names}
+            if names & members or wanted:
+                yield self._close(names & members, wanted)
+
+    def whole(self) -> Site:
+        """The whole graph as one site, for changes whose effect cannot be seen in a part."""
+        inside = [{n for n, node in names.items() if node.op not in ("placeholder", "output")} for names in self.nodes]
+        inputs = tuple(n for n, node in self.nodes[0].items() if node.op == "placeholder" and n in self.nodes[1])
+        pairs = tuple(dict.fromkeys(self._output_pairs()))
+        return Site(frozenset(inside[0]), frozenset(inside[1]), inputs, pairs, frozenset(), True)
+
+    def widened(self, site: Site) -> Site | None:
+        """The site together with what makes its inputs; None where nothing is left to add."""
+        more = {n for n in site.inputs if n not in self.touched and self.nodes[0][n].op != "placeholder"}
+        if not more:
+            return None
+        sides = (site.before | more, site.after | more)
+        return self._closed((set(sides[0]), set(sides[1])), site.pairs, site.rewired)
+
+    # --- finding ---------------------------------------------------------------------------------------------------
+
+    def _order_matters(self) -> bool:
+        moved = self.stage.change.moved
+        return bool(moved) and any(written_by(self.stage.after, n) for n in self.nodes[1].values())
+
+    def _inputs(self, side: int, name: str) -> list[str]:
+        return [n.name for n in self.nodes[side][name].all_input_nodes]
+
+    def _rewired(self, name: str) -> list[Pair] | None:
+        """The (before, after) pairs of what a node reads, where nothing else about it changed."""
+        old, new = (names.get(name) for names in self.nodes)
+        if old is None or new is None:
+            return None
+        if old.op == "output":
+            return self._output_pairs()
+        a, b = record_node(old), record_node(new)
+        if a.op != b.op or not same_value(a.target, b.target) or _uses_other(self.stage, old):
+            return None
+        pairs = _paired((a.args, a.kwargs), (b.args, b.kwargs))
+        return None if pairs is None or written_by(self.stage.before, old) else pairs
+
+    def _output_pairs(self) -> list[Pair]:
+        old, new = (next(iter(reversed(gm.graph.nodes))) for gm in (self.stage.before, self.stage.after))
+        pairs = _paired(record_node(old).args, record_node(new).args)
+        if pairs is None:
+            raise OutputChanged
+        return pairs
+
+    def _readers(self, members: set[str], rewired: dict[str, list[Pair]]) -> dict[Pair, set[str]]:
+        """Every pair of values that somebody outside reads, with the rewired nodes among the readers."""
+        found: dict[Pair, set[str]] = {}
+        for name, node in self.nodes[1].items():
+            if name in members:
+                continue
+            if name in rewired:
+                for b, a in rewired[name]:
+                    if b != a or b in members or a in members:
+                        found.setdefault((b, a), set()).add(name)
+                continue
+            for read in node.all_input_nodes:
+                if read.name in members:
+                    found.setdefault((read.name, read.name), set())
+        return found
+
+    # --- closing ---------------------------------------------------------------------------------------------------
+
+    def _close(self, members: set[str], wanted: dict[Pair, set[str]]) -> Site:
+        sides = (members & set(self.nodes[0]), members & set(self.nodes[1]))
+        rewired = frozenset(n for who in wanted.values() for n in who if self.nodes[1][n].op != "output")
+        return self._closed(sides, tuple(wanted), rewired)
+
+    def _closed(self, sides: tuple[set[str], set[str]], pairs: tuple[Pair, ...], rewired: frozenset[str]) -> Site:
+        """Take in what only one side reads, the latest first, until both sides read the same nodes."""
+        while True:
+            needs = [self._needs(side, sides[side], {pair[side] for pair in pairs}) for side in (0, 1)]
+            fetches = [{n for n in needs[s] if self.nodes[s][n].op == "get_attr"} for s in (0, 1)]
+            if any(fetches):
+                for s in (0, 1):
+                    sides[s].update(fetches[s])
+                continue
+            lonely = [
+                (self.place[s][n], s, n) for s in (0, 1) for n in needs[s] - needs[1 - s] if not self._given(s, n)
+            ]
+            if not lonely:
+                break
+            _, side, name = max(lonely)
+            sides[side].add(name)
+        inputs = tuple(sorted(needs[0] | needs[1], key=lambda n: self.place[0].get(n, -1)))
+        return Site(frozenset(sides[0]), frozenset(sides[1]), inputs, pairs, rewired, needs[0] != needs[1])
+
+    def _needs(self, side: int, inside: set[str], results: set[str]) -> set[str]:
+        read = {n for name in inside for n in self._inputs(side, name)}
+        return (read | results) - inside
+
+    def _given(self, side: int, name: str) -> bool:
+        return self.nodes[side][name].op == "placeholder"
+
+
+class OutputChanged(Exception):
+    """The graph's output has another structure than before."""
+
+
+class _Groups:
+    """Names that belong together."""
+
+    def __init__(self) -> None:
+        self.parent: dict[str, str] = {}
+
+    def find(self, name: str) -> str:
+        self.parent.setdefault(name, name)
+        while self.parent[name] != name:
+            self.parent[name] = name = self.parent[self.parent[name]]
+        return name
+
+    def join(self, a: str, b: str) -> None:
+        self.parent[self.find(a)] = self.find(b)
+
+    def all(self) -> list[set[str]]:
+        found: dict[str, set[str]] = {}
+        for name in self.parent:
+            found.setdefault(self.find(name), set()).add(name)
+        return list(found.values())
+
+
+def _paired(old: Any, new: Any) -> list[Pair] | None:
+    """The nodes at the same places of two arguments; None where they differ in anything else."""
+    sides: tuple[list[str], list[str]] = ([], [])
+
+    def blank(side: int, value: Any) -> Any:
+        def take(item: Any) -> Any:
+            if isinstance(item, Ref):
+                sides[side].append(item.name)
+                return Ref("")
+            return item
+
+        return map_aggregate(value, take)
+
+    same = same_value(blank(0, old), blank(1, new))
+    return list(zip(*sides, strict=True)) if same and len(sides[0]) == len(sides[1]) else None
+
+
+def _touched(stage: Stage, nodes: list[dict[str, Node]]) -> set[str]:
+    change = stage.change
+    found = {*change.created, *change.erased, *change.changed}
+    candidates = _paths(change)
+    for name, node in nodes[1].items():
+        uses = node.op in ("call_module", "get_attr") and name in nodes[0]
+        if uses and _under(str(node.target), candidates) and _uses_other(stage, node):
+            found.add(name)
+    return found
+
+
+def _paths(change: Change) -> set[str]:
+    """Module entries that a change replaced."""
+    entries = {join_path(path, k) for (path, _), t in change.tables.items() for k in (*t.before, *t.added)}
+    return entries | set(change.attributes)
+
+
+def _under(path: str, entries: set[str]) -> bool:
+    parts = path.split(".")
+    if any(".".join(parts[:i]) in entries for i in range(1, len(parts) + 1)):
+        return True
+    return any(entry.startswith(path + ".") for entry in entries)
+
+
+def _uses_other(stage: Stage, node: Node) -> bool:
+    """Whether the module or tensor that a node uses differs between the two sides."""
+    if node.op not in ("call_module", "get_attr"):
+        return False
+    return not same_things(*(_entry(gm, str(node.target)) for gm in (stage.before, stage.after)))
+
+
+def _entry(gm: GraphModule, path: str) -> Any:
+    found: Any = gm
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def same_things(a: Any, b: Any) -> bool:
+    """Whether two modules or tensors are alike in everything that computes."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.device == b.device and same_bits(a, b)
+    if not isinstance(a, nn.Module) or not isinstance(b, nn.Module):
+        return a is b
+    if a is b or isinstance(a, torch.jit.ScriptModule):
+        return a is b
+    if type(a) is not type(b) and not isinstance(a, GraphModule):
+        return False
+    if isinstance(a, GraphModule) and isinstance(b, GraphModule) and a.code != b.code:
+        return False
+    return _same_settings(a, b) and all(_same_table(a, b, name) for name in fx_private.TABLES)
+
+
+def _same_table(a: nn.Module, b: nn.Module, name: str) -> bool:
+    old, new = fx_private.table(a, name), fx_private.table(b, name)
+    return list(old) == list(new) and all(v is new[k] or same_things(v, new[k]) for k, v in old.items())
+
+
+def _same_settings(a: nn.Module, b: nn.Module) -> bool:
+    """Plain attributes that compare; what a copy holds anew (hooks, lists of tensors, functions) is no setting."""
+    old, new = fx_private.plain_attributes(a), fx_private.plain_attributes(b)
+    plain = (bool, int, float, str, tuple, type(None), torch.dtype)
+    return old.keys() == new.keys() and all(same_value(v, new[k]) for k, v in old.items() if isinstance(v, plain))

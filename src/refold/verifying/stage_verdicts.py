@@ -1,0 +1,147 @@
+"""Judge all sites of one change: representatives of every kind by running them, all of them by their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from refold.transformation import Transformation
+from refold.verifying.calls import Call, fewer_rows, variants
+from refold.verifying.drawing import Values
+from refold.verifying.exact import Origins
+from refold.verifying.extracting import collect, digest, tensors_used
+from refold.verifying.judging import Judge
+from refold.verifying.results import SiteVerdict, Verification
+from refold.verifying.sites import Cutter, OutputChanged, Site
+from refold.verifying.stages import Stage
+
+_WIDENINGS = 3
+
+
+def judge_stage(stage: Stage, calls: Sequence[Call], transformation: Transformation | None, seed: int) -> Verification:
+    """The verdicts on every site of one change."""
+    try:
+        cutter = Cutter(stage)
+        sites = list(cutter.sites())
+    except OutputChanged:
+        return Verification(problems=(f"{stage.change.label} gives the output another structure",))
+    return _Stage(stage, cutter, list(calls), Origins(stage, transformation), seed).judge(sites)
+
+
+class _Stage:
+    def __init__(self, stage: Stage, cutter: Cutter, calls: list[Call], origins: Origins, seed: int) -> None:
+        self.stage, self.cutter, self.calls, self.origins, self.seed = stage, cutter, calls, origins, seed
+        self.judge_of = Judge(stage, origins, seed)
+        self.notes: list[str] = []
+        self.problems: list[str] = []
+        self.accepted: list[Call] | None = None
+
+    def judge(self, sites: list[Site]) -> Verification:
+        """All sites; where one that feeds rewired nodes is wrong, once more together with those."""
+        verdicts = self._judge_all(sites)
+        absorbed: frozenset[str] = frozenset()
+        while True:
+            more = frozenset(n for s in sites if not verdicts[s].right for n in s.rewired) - absorbed
+            if not more:
+                break
+            absorbed |= more
+            sites = list(self.cutter.sites(absorbed))
+            verdicts |= self._judge_all([s for s in sites if s not in verdicts])
+        found = tuple(verdicts[s] for s in sites)
+        return Verification(found, (), tuple(self.problems), tuple(self.notes))
+
+    def _judge_all(self, sites: list[Site]) -> dict[Site, SiteVerdict]:
+        kinds: dict[str, list[Site]] = {}
+        for site in sites:
+            kinds.setdefault(digest(self.stage, site), []).append(site)
+        chosen = [site for alike in kinds.values() for site in self._representatives(alike)]
+        values = self._collect(chosen)
+        verdicts = {site: self._judge_one(site, values[site]) for site in chosen if values.get(site)}
+        for alike in kinds.values():
+            self._judge_rest(alike, verdicts)
+        return verdicts
+
+    def _representatives(self, alike: list[Site]) -> list[Site]:
+        """The first and the last of sites of one kind; all of them where no weight map vouches for their weights."""
+        if any(self._tensors(site)[1] for site in alike):
+            return alike
+        return list(dict.fromkeys([alike[0], alike[-1]]))
+
+    def _tensors(self, site: Site) -> tuple[set[str], set[str]]:
+        sides = ((self.stage.before, site.before), (self.stage.after, site.after))
+        before, after = (tensors_used(gm, [n for n in gm.graph.nodes if n.name in names]) for gm, names in sides)
+        return self.origins.sort(after, before.values())
+
+    def _judge_one(self, site: Site, values: list[Values]) -> SiteVerdict:
+        verdict = self.judge_of.judge(site, values)
+        mapped, fresh = self._tensors(site)
+        if verdict.right or verdict.draw == "the real values" or mapped or fresh:
+            return verdict
+        return self._in_context(site, verdict)
+
+    def _in_context(self, site: Site, verdict: SiteVerdict) -> SiteVerdict:
+        """A rewrite without weights that is wrong on drawn values only may rest on what its inputs can be: draw the
+        values further up then, and let the model compute them."""
+        for _ in range(_WIDENINGS):
+            wider = self.cutter.widened(site)
+            if wider is None:
+                return verdict
+            site = wider
+            values = self._collect([site]).get(site)
+            again = self.judge_of.judge(site, values) if values else verdict
+            if again.right:
+                return again
+        return verdict
+
+    def _judge_rest(self, alike: list[Site], verdicts: dict[Site, SiteVerdict]) -> None:
+        for site in alike:
+            if site in verdicts:
+                continue
+            like = next((verdicts[s] for s in alike if s in verdicts), None)
+            defect = self.origins.defect(self._tensors(site)[0])
+            right = not defect and like is not None and like.right
+            sentence = defect or (f"the same rewrite as {like.site}" if like is not None else "it could not be run")
+            if like is None and not defect:
+                right = True  # noted: nothing could be run, which is not the rewrite's fault
+            verdicts[site] = SiteVerdict(
+                site.name,
+                self.stage.change.label,
+                right,
+                sentence,
+                way="weights compared, same graph as one that was run",
+            )
+
+    def _collect(self, sites: list[Site]) -> dict[Site, list[Values]]:
+        """The values that reach each site, in every call that the module accepts."""
+        found: dict[Site, list[Values]] = {site: [] for site in sites}
+        if not sites:
+            return found
+        for call in self._calls():
+            try:
+                values = collect(self.stage, sites, call, self.seed)
+            except Exception as error:  # asked for with inputs of our making; the given ones were tried before
+                self.notes.append(f"the module before {self.stage.change.label} fails on {call.name}: {_line(error)}")
+                continue
+            for site, each in zip(sites, values, strict=True):
+                found[site].append(each)
+        return found
+
+    def _calls(self) -> list[Call]:
+        """The given calls and others like them that the module takes."""
+        if self.accepted is None:
+            wanted = [fewer_rows(call) for call in self.calls]
+            fits = [self._fits(call) or self._fits(full) for call, full in zip(wanted, self.calls, strict=True)]
+            self.accepted = [call for call in fits if call is not None]
+            tried = [v for call in self.accepted[:1] for v in variants(call, self.seed)]
+            self.accepted += [call for v in tried if (call := self._fits(v)) is not None]
+        return self.accepted
+
+    def _fits(self, call: Call) -> Call | None:
+        try:
+            collect(self.stage, [], call, self.seed)
+        except Exception:  # sizes the model does not take say nothing about the rewrite
+            return None
+        return call
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
