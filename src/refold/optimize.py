@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from refold.optimizing.steps import Step, take_steps
 from refold.report.data import GraphData
 from refold.report.graph import graph_data
 from refold.transformation import Transformation
-from refold.verify import OutputReference, verify
+from refold.verify import OutputReference, Verification
 
 
 def optimize(
@@ -90,10 +91,12 @@ def _build(
     gm = _captured(model, args, kwargs, notes)
     before = GraphData() if gm is None else graph_data(gm)
     original = None if gm is None else hollow_copy(gm)
-    steps = [] if gm is None else take_steps(gm, pipeline, inputs, level=level, budget=budget, tell=_part(tell, 0.1, 0.5))
+    steps = (
+        [] if gm is None else take_steps(gm, pipeline, inputs, level=level, budget=budget, tell=_part(tell, 0.1, 0.5))
+    )
     tell("running the float64 reference", 0.5)
     reference = OutputReference.of(model if original is None else original, inputs)
-    exactness = verify(gm, inputs, original=original) if gm is not None and history(gm) else None
+    exactness = None if gm is None else _exactness(gm, args, kwargs, steps, reference)
     choice = choose(
         model,
         model if gm is None else gm,
@@ -113,13 +116,21 @@ def _build(
 def _captured(model: nn.Module, args: Any, kwargs: Any, notes: list[str]) -> GraphModule | None:
     """The model as a graph for just these sizes; None, with a note, where it cannot be captured."""
     if isinstance(model, GraphModule):
-        return model
+        return hollow_copy(model)  # the given one stays as it is: it is what runs on other inputs
     try:
         with torch.no_grad():
             return trace(model, *args, dynamic=False, **kwargs)
     except CaptureError as error:
         notes.append(f"The model could not be captured, so it is run as it is: {error}")
         return None
+
+
+def _exactness(gm: GraphModule, args: Any, kwargs: Any, steps: list[Step], reference: OutputReference) -> Verification:
+    """What the kept steps found at their sites, and the whole rewritten graph's outputs against the reference."""
+    with torch.no_grad():
+        outputs = reference.grade(gm(*args, **kwargs)).outputs
+    kept = [step.verification for step in steps if step.status == "kept" and step.verification is not None]
+    return functools.reduce(Verification.joined, kept, Verification(outputs=outputs))
 
 
 def _part(tell: Callable[[str, float], None], start: float, stop: float) -> Progress:

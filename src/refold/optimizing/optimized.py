@@ -60,7 +60,7 @@ class OptimizedModule(nn.Module):
         hidden["_reoptimize"] = reoptimize
         hidden["_watched"] = [*original.parameters(), *original.buffers()]
         hidden["_versions"] = self._current_versions()
-        hidden["forward"] = functools.wraps(original.forward)(self._forward)
+        hidden["forward"] = _signed_like(original.forward, self._forward)
         self.__dict__["training"] = original.training
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["training"] = mode
         return self
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:  # type: ignore[override]
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         return self.original.named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
@@ -184,6 +184,16 @@ class OptimizedModule(nn.Module):
 
     def __reduce__(self) -> Any:
         return (_itself, (self.original,))
+
+
+def _signed_like(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs one thing and has the name, documentation and signature of another."""
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    return forward
 
 
 def _itself(original: nn.Module) -> nn.Module:

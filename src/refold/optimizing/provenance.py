@@ -48,7 +48,7 @@ def trace_back(changes: list[tuple[int, Change]]) -> tuple[dict[str, tuple[str, 
             for name in after:
                 origins[name], steps[name] = source, taken
             if not after:
-                gone |= {name: taken for name in source}
+                gone |= dict.fromkeys(source, taken)
         for name in change.erased:
             origins.pop(name, None)
     groups: dict[frozenset[str], list[str]] = defaultdict(list)

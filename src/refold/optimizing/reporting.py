@@ -108,7 +108,9 @@ def _executors(choice: Choice) -> tuple[data.ExecutorRow, ...]:
 def machine() -> data.Machine:
     """What the numbers were measured on."""
     place = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
-    text = f"{place}{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.system()}"
+    text = (
+        f"{place}{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.system()}"
+    )
     names = ("torch", "transformers", "onnxruntime", "openvino")
     found = [("refold", __version__), ("python", platform.python_version())]
     return data.Machine(text, (*found, *((n, v) for n in names if (v := _version(n)) is not None)))

@@ -11,7 +11,9 @@ from torch.fx import GraphModule
 
 from refold.errors import RefoldError
 from refold.executors import executors
+from refold.executors.tree import flatten
 from refold.explaining import hollow_copy
+from refold.fingerprint import same_bits
 from refold.history import history, undo
 from refold.measure import Measurement, measure
 from refold.optimizing.budget import Budget
@@ -56,17 +58,17 @@ def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, le
     before, changes = hollow_copy(gm), len(history(gm))
     try:
         transformation(gm)
-    except (RefoldError, Exception) as error:  # a plugin may raise anything; the module is as it was before
+    except Exception as error:  # a plugin may raise anything; the module is as it was before
         outcome = Result(repr(transformation), note=f"It failed and was left out: {type(error).__name__}: {error}")
         return Step(transformation, "refused", outcome, note=outcome.note)
     outcome, made = result(gm), len(history(gm)) - changes
     if not made:
         return Step(transformation, "refused" if outcome.refused else "no match", outcome)
-    verification = verify_last(gm, inputs, made)
+    verification = verify_last(gm, inputs, made, transformations=[transformation], outputs=False)
     if not verification.right:
         undo(gm, made)
         return Step(transformation, "taken back", outcome, verification, note="It did not verify.")
-    if level == "safe" and verification.grade != "bit-identical":
+    if level == "safe" and not _bit_identical(before, gm, inputs):
         undo(gm, made)
         return Step(transformation, "taken back", outcome, verification, note="It is right, but not bit-identical.")
     measurement = _measured(before, gm, inputs, budget)
@@ -74,6 +76,13 @@ def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, le
         undo(gm, made)
         return Step(transformation, "taken back", outcome, verification, measurement, "It was slower on this machine.")
     return Step(transformation, "kept", outcome, verification, measurement)
+
+
+def _bit_identical(before: GraphModule, after: GraphModule, inputs: Inputs) -> bool:
+    args, kwargs = split(inputs)
+    with torch.no_grad():
+        old, new = (flatten(module(*args, **kwargs))[0] for module in (before, after))
+    return all(same_bits(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(old, new, strict=True))
 
 
 def _measured(before: GraphModule, after: GraphModule, inputs: Inputs, budget: Budget) -> Measurement | None:
@@ -86,7 +95,7 @@ def _measured(before: GraphModule, after: GraphModule, inputs: Inputs, budget: B
 
 
 def _replayed(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
-    """On a GPU, launching from Python hides what a rewrite gains: compare captured graphs where they can be captured."""
+    """On a GPU, launching from Python hides what a rewrite gains: compare captured graphs where that works."""
     device = next((t.device for t in gm.parameters()), torch.device("cpu"))
     replay = executors(device).get("cuda_graph") if device.type == "cuda" else None
     if replay is None:
