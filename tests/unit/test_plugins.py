@@ -113,7 +113,7 @@ def test_a_class_that_is_not_registered_has_no_name() -> None:
 def test_a_plugin_passes_the_laws(package: Path) -> None:
     from refold.testing import check_laws
 
-    check_laws(plugins.transformation_named("DropIdentity"))
+    check_laws(plugins.transformation_named("DropIdentity")())
 
 
 def test_the_command_line_lists_it(package: Path) -> None:

@@ -1,0 +1,1 @@
+"""The parts of the `refold` command, one idea each; `refold.cli` is the way in."""

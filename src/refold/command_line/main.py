@@ -1,0 +1,44 @@
+"""The way from the shell to a command and back: arguments in, an exit code out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from refold.command_line.app import app
+from refold.command_line.errors import ExitCode
+from refold.command_line.screen import printable
+
+# typer has a click of its own in some versions; what it raises for wrong usage is the base of this in all of them
+UsageError: Any = typer.BadParameter.__base__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command."""
+    _quieten()
+    try:
+        code = app(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+    except UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":  # the help was shown already
+            command = error.ctx.command_path if error.ctx is not None else "refold"
+            sys.stderr.write(f"refold: {printable(error.format_message())} ({command} --help tells more)\n")
+        return int(ExitCode.WRONG_INPUT)
+    except (typer.Abort, KeyboardInterrupt):
+        return int(ExitCode.INTERRUPTED)
+    return int(code or 0)
+
+
+def _quieten() -> None:
+    """Other packages' chatter is not for the people who run a command; --debug and errors tell what matters."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.simplefilter("ignore")
+    for name in ("torch", "torch.onnx", "onnxscript", "onnx_ir", "transformers", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,80 @@
+"""Where a command writes: its result to stdout, as tables or as JSON, and everything else to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+
+class Screen:
+    """The two streams of a command. With `json`, stdout gets one JSON object and not a byte else."""
+
+    def __init__(self, *, as_json: bool = False, out: TextIO | None = None) -> None:
+        self.as_json = as_json
+        self._out = out or sys.stdout
+        self.out = Console(file=self._out, highlight=False, markup=False, emoji=False)
+        self.err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+    def tell(self, message: str) -> None:
+        """Say something to the person at the terminal."""
+        self.err.print(Text(printable(message)), soft_wrap=True)
+
+    def show(self, data: dict[str, Any], *parts: RenderableType | str) -> None:
+        """The result: as JSON, or as what people read."""
+        if self.as_json:
+            self._out.write(json.dumps(_finite(data), indent=2, allow_nan=False, default=str) + "\n")
+            self._out.flush()
+            return
+        for part in parts:
+            self.out.print(Text(printable(part)) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they are written as words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def printable(text: str) -> str:
+    """A text in which nothing but letters, signs and line ends is left: names in models and folders are data, and must
+    not move a terminal's cursor or change its title."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+@contextlib.contextmanager
+def quiet_stdout(wanted: bool) -> Iterator[TextIO]:
+    """A stream that goes to the real stdout, while everything that others print there goes to stderr."""
+    if not wanted:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # stdout is closed
+        yield sys.stdout
+        return
+    os.dup2(2, 1)
+    real = os.fdopen(kept, "w", encoding="utf-8")
+    python_stdout, sys.stdout = sys.stdout, sys.stderr
+    try:
+        yield real
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            real.flush()
+        sys.stdout = python_stdout
+        os.dup2(kept, 1)
+        with contextlib.suppress(BrokenPipeError):
+            real.close()
