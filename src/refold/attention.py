@@ -52,7 +52,7 @@ def match_attention(node: Node) -> Attention | str | None:
 
 def same_size(a: Any, b: Any) -> bool:
     """Whether two noted sizes are surely equal: the same number, or the same symbolic expression."""
-    return a == b if isinstance(a, int) and isinstance(b, int) else type(a) is type(b) and str(a) == str(b)
+    return str(a) == str(b)
 
 
 def same_sizes(a: Any, b: Any) -> bool:

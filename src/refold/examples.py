@@ -49,3 +49,69 @@ def all_seeing_attention() -> Example:
 def additive_causal_attention() -> Example:
     """Attention with a causal mask of 0 and −∞ that is added."""
     return _attention("additive")
+
+
+class Dropouts(nn.Module):
+    """A layer between dropouts and identities, for inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Dropout(0.1)
+        self.layer = nn.Linear(4, 4)
+        self.after = nn.Sequential(nn.Identity(), nn.Dropout(0.5, inplace=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.after(self.layer(self.before(x)))
+        return F.dropout(y, 0.1, training=False) + x
+
+
+class Idle(nn.Module):
+    """Reshapes, transposes and arithmetic that do nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.relu().transpose(1, 2).transpose(1, 2)
+        y = y.reshape(y.shape[0], -1).reshape(x.shape) * 1.0
+        return y.neg().neg().sin().expand(x.shape) * 2 - 0
+
+
+def dropouts() -> Example:
+    """Dropouts and identities, for inference."""
+    return seeded(lambda: (Dropouts().eval(), (torch.randn(2, 4),)))
+
+
+def idle_layers() -> Example:
+    """Calls that give back their input."""
+    return exported(seeded(lambda: (Idle(), (torch.randn(2, 3, 4),))))
+
+
+class Positions(nn.Module):
+    """Sinusoidal positions for one fixed length, computed anew in every run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(3)[:, None] / torch.full((2,), 10.0) ** torch.tensor([0.5, 1.0])
+        return x * torch.cat([angles.sin(), angles.cos()], -1)
+
+
+class Rotary(nn.Module):
+    """Frequencies kept outside the checkpoint, turned into a table in every run."""
+
+    frequencies: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 1.0 / torch.arange(1.0, 5.0), persistent=False)
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.outer(torch.arange(3).to(self.frequencies), self.frequencies).cos()
+        return x * table * self.weight.exp() + table
+
+
+def positions() -> Example:
+    """Positions that depend on no input."""
+    return exported(seeded(lambda: (Positions(), (torch.randn(2, 3, 4),))))
+
+
+def rotary() -> Example:
+    """A table made from a buffer."""
+    return exported(seeded(lambda: (Rotary(), (torch.randn(2, 3, 4),))))
