@@ -59,17 +59,18 @@ def fewer_rows(call: Call) -> Call:
     return call if size is None or size <= _ROWS else _sliced(call, 0, size, _ROWS)
 
 
-def variants(call: Call, seed: int) -> Iterator[Call]:
-    """Calls like this one that the model may or may not accept: it is asked."""
+def variants(call: Call, seed: int) -> Iterator[tuple[Call, ...]]:
+    """Calls like this one that the model may or may not accept: of each tuple, the first that it takes is enough."""
     rows = _common_size(call, 0)
     if rows is not None:
-        yield _sliced(call, 0, rows, 1, "one row") if rows > 1 else _repeated(call, rows, 3)
+        yield (_sliced(call, 0, rows, 1, "one row") if rows > 1 else _repeated(call, rows, 2),)
+    generator = torch.Generator().manual_seed(seed)
+    mixed = call.map(lambda t: _other_integers(t, generator), "other integers")
     length = _common_size(call, 1)
     if length is not None and length > 1:
-        yield _sliced(call, 1, length, max(1, length // 2), "half the length")
-    if any(_is_integer(t) for t in call.tensors):
-        generator = torch.Generator().manual_seed(seed)
-        yield call.map(lambda t: _other_integers(t, generator), "other integers")
+        yield _sliced(mixed, 1, length, length // 2, "half the length, other integers"), mixed
+    elif any(_is_integer(t) for t in call.tensors):
+        yield (mixed,)
 
 
 def _common_size(call: Call, dim: int) -> int | None:
@@ -89,7 +90,7 @@ def _repeated(call: Call, size: int, times: int) -> Call:
     def repeat(t: torch.Tensor) -> torch.Tensor:
         return t.repeat(times, *[1] * (t.dim() - 1)) if t.dim() > 0 and t.shape[0] == size else t
 
-    return call.map(repeat, "three times the rows")
+    return call.map(repeat, "twice the rows")
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:

@@ -55,7 +55,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def differ_in_kind(a: Any, b: Any) -> str:
@@ -68,12 +68,21 @@ def differ_in_kind(a: Any, b: Any) -> str:
         return f"it gives shape {tuple(b.shape)} instead of {tuple(a.shape)}"
     if a.dtype != b.dtype:
         return f"it gives {b.dtype} instead of {a.dtype}"
+    if torch.equal(a, b):
+        return ""
     if not _is_float(a):
-        return "" if torch.equal(a, b) else f"{int((a != b).sum())} of {a.numel()} integers or booleans differ"
+        return f"{int((a != b).sum())} of {a.numel()} integers or booleans differ"
+    if all_finite(a) and all_finite(b):
+        return ""
     if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
         return "NaN or infinities stand in other places"
     infinite = a.isinf()
     return "" if torch.equal(a[infinite], b[infinite]) else "infinities have the other sign"
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite; a finite sum settles it in one pass."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def _comparable(value: Any) -> bool:

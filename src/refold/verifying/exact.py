@@ -16,6 +16,7 @@ from refold.history import attach, find_tensor, history
 from refold.snapshot import record_node, same_value
 from refold.transformation import Transformation
 from refold.verifying.arithmetic import SLACK, Arithmetic, spread, widen
+from refold.verifying.comparing import all_finite
 from refold.verifying.sites import same_things
 from refold.verifying.stages import Stage, wide_copy, working_copy
 from refold.weights import MapRecord, Tensors
@@ -112,17 +113,17 @@ class Origins:
     def _problem(
         self, record: MapRecord, role: str, stored: torch.Tensor, expected: torch.Tensor, sources: Tensors
     ) -> str:
+        rounded = expected.to(stored.dtype)
+        if torch.equal(stored, rounded) or bool(((stored == rounded) | (stored.isnan() & rounded.isnan())).all()):
+            return self._overflow(stored, sources)
         if not bool((stored.isfinite() | ~expected.isfinite()).all()):
             return "is not finite where its weight map gives finite values"
-        rounded = expected.to(stored.dtype)
-        if bool(((stored == rounded) | (stored.isnan() & rounded.isnan())).all()):
-            return self._overflow(record, role, stored, sources)
         if record.map.operation.structural:
             return f"is not what its weight map {record.map} gives"
         return self._beyond_rounding(record, role, stored, sources)
 
-    def _overflow(self, record: MapRecord, role: str, stored: torch.Tensor, sources: Tensors) -> str:
-        if bool(stored.isfinite().all()) or not all(bool(t.isfinite().all()) for t in sources.values()):
+    def _overflow(self, stored: torch.Tensor, sources: Tensors) -> str:
+        if all_finite(stored) or not all(map(all_finite, sources.values())):
             return ""
         return f"overflows {stored.dtype}: the folded values are too large for it"
 

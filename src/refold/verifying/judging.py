@@ -41,7 +41,8 @@ class Judge:
         self.seed = seed
 
     def judge(self, site: Site, values: Sequence[Values]) -> SiteVerdict:
-        """The verdict on a site, given the values that reach it in one or more runs of the model."""
+        """The verdict on a site, given the values that reach it in one or more runs of the model. Every kind of value
+        is drawn for the first run; for the others (other sizes) the real and normal ones do."""
         before, after = extract(self.stage, site)
         known = [t for _, t in _named(before.module)]
         mapped, fresh = self.origins.sort(after.tensors, known)
@@ -98,7 +99,7 @@ class Judge:
                 if trial.difference.sentence:
                     return trials
                 if number and draw == "normal values":
-                    break  # the other sizes need no more
+                    break
         return trials
 
     def _try(self, sides: tuple[nn.Module, nn.Module], draw: str, inputs: Values, extra: float) -> Trial:

@@ -64,7 +64,7 @@ class Cutter:
         members = self.touched - set(rewired)
         groups = _Groups()
         for side in (0, 1):
-            for name in members & set(self.nodes[side]):
+            for name in [n for n in self.nodes[side] if n in members]:
                 groups.find(name)
                 for read in self._inputs(side, name):
                     if read in members:

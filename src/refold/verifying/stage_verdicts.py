@@ -55,6 +55,8 @@ class _Stage:
             kinds.setdefault(digest(self.stage, site), []).append(site)
         chosen = [site for alike in kinds.values() for site in self._representatives(alike)]
         values = self._collect(chosen)
+        if sites and not self.accepted:
+            self.notes.append(f"the module before {self.stage.change.label} fails on the given inputs itself")
         verdicts = {site: self._judge_one(site, values[site]) for site in chosen if values.get(site)}
         for alike in kinds.values():
             self._judge_rest(alike, verdicts)
@@ -115,33 +117,36 @@ class _Stage:
         found: dict[Site, list[Values]] = {site: [] for site in sites}
         if not sites:
             return found
-        for call in self._calls():
-            try:
-                values = collect(self.stage, sites, call, self.seed)
-            except Exception as error:  # asked for with inputs of our making; the given ones were tried before
-                self.notes.append(f"the module before {self.stage.change.label} fails on {call.name}: {_line(error)}")
-                continue
+        if self.accepted is not None:
+            runs = [values for call in self.accepted if (values := self._run(sites, call)) is not None]
+        else:
+            runs = self._first_runs(sites)
+        for values in runs:
             for site, each in zip(sites, values, strict=True):
                 found[site].append(each)
         return found
 
-    def _calls(self) -> list[Call]:
-        """The given calls and others like them that the module takes."""
-        if self.accepted is None:
-            wanted = [fewer_rows(call) for call in self.calls]
-            fits = [self._fits(call) or self._fits(full) for call, full in zip(wanted, self.calls, strict=True)]
-            self.accepted = [call for call in fits if call is not None]
-            tried = [v for call in self.accepted[:1] for v in variants(call, self.seed)]
-            self.accepted += [call for v in tried if (call := self._fits(v)) is not None]
-        return self.accepted
+    def _first_runs(self, sites: list[Site]) -> list[list[Values]]:
+        """The given calls, or their first rows, and others like them: which ones does the module take?"""
+        self.accepted, runs = [], []
 
-    def _fits(self, call: Call) -> Call | None:
+        def tried(call: Call) -> bool:
+            values = self._run(sites, call)
+            if values is None:
+                return False
+            assert self.accepted is not None
+            self.accepted.append(call)
+            runs.append(values)
+            return True
+
+        for call in self.calls:
+            any(tried(each) for each in (fewer_rows(call), call))
+        for choices in [v for first in self.accepted[:1] for v in variants(first, self.seed)]:
+            any(tried(call) for call in choices)
+        return runs
+
+    def _run(self, sites: list[Site], call: Call) -> list[Values] | None:
         try:
-            collect(self.stage, [], call, self.seed)
-        except Exception:  # sizes the model does not take say nothing about the rewrite
+            return collect(self.stage, sites, call, self.seed)
+        except Exception:  # sizes or values that the model does not take say nothing about the rewrite
             return None
-        return call
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
