@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import inspect
-import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -26,17 +26,17 @@ def recipe_of(transformation: Any) -> dict[str, Any] | None:
         settings = {f.name: getattr(transformation, f.name) for f in fields(transformation) if f.init}
     else:
         settings = {k: v for k, v in getattr(transformation, "__dict__", {}).items() if not k.startswith("_")}
-    if not _is_plain(settings):
+    if not is_plain(settings):
         return None
     return {"class": class_path(type(transformation)), "settings": settings}
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether JSON gives a value back as it was, but for tuples, which become lists."""
     if isinstance(value, dict):
-        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -64,27 +64,28 @@ def _as_tuples(value: Any) -> Any:
 
 
 def known_classes() -> dict[str, type]:
-    """Every concrete transformation class by its path."""
-    from refold.transformation import Transformation
+    """Every concrete transformation class by its path, but for those that record nothing of their own."""
+    import refold.transformations  # noqa: F401  (importing it defines every built-in one)
+    from refold.transformation import Transformation, Unrecorded
 
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        try:
+        with contextlib.suppress(Exception):  # somebody else's broken package must not stop this one
             entry.load()
-        except Exception:  # somebody else's broken package must not stop this one
-            continue
-    return {class_path(cls): cls for cls in _subclasses(Transformation) if not inspect.isabstract(cls)}
+    root: type = Transformation  # type: ignore[type-abstract]
+    classes: list[type] = [cls for cls in _subclasses(root) if not inspect.isabstract(cls)]
+    return {class_path(cls): cls for cls in classes if not issubclass(cls, Unrecorded) and not _is_stand_in(cls)}
+
+
+def _is_stand_in(cls: type) -> bool:
+    return cls.__module__.startswith("refold.saving.")
 
 
 def _subclasses(root: type) -> Iterator[type]:
-    pending, seen = [root], {root}
+    pending: list[type] = [root]
+    seen: set[type] = set()
     while pending:
         for cls in pending.pop().__subclasses__():
             if cls not in seen:
                 seen.add(cls)
                 pending.append(cls)
                 yield cls
-
-
-def spell_plain(value: Any) -> str:
-    """Plain data as text, the same for equal data."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,135 @@
+"""Doing again what was done: a recipe's transformations on a module without weights, at the recorded sites only."""
+
+from __future__ import annotations
+
+import keyword
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import GraphModule
+
+from refold import fx_private, recording
+from refold.edit import Editor
+from refold.history import History, attach, history, undo
+from refold.hollow import hollow
+from refold.match import GraphView
+from refold.recipes import transformation_from
+from refold.rewrite import Rewrite, Site
+from refold.saving.errors import SaveError
+from refold.transformation import Transformation
+
+_ROUNDS = 1000
+
+
+class Replayed(Transformation):
+    """A rewrite at the sites where it was done before. What depends on weights' values was decided then: on a module
+    without weights it cannot be decided again."""
+
+    def __init__(self, inner: Rewrite, sites: Iterable[tuple[str, ...]]) -> None:
+        self.inner = inner
+        self.sites = tuple(sites)
+
+    @property
+    def signature(self) -> int:
+        """That of the rewrite itself."""
+        return self.inner.signature
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        left, notes = Counter(self.sites), recording.current()
+        for _ in range(_ROUNDS):
+            sites = [site for site in self.inner.find(GraphView(graph_module)) if isinstance(site, Site)]
+            sites = [site for site in sites if left[_names(site)] > 0]
+            edit = Editor(graph_module)
+            for site in sites:
+                left[_names(site)] -= 1
+                notes.rewrote(site.nodes, site.what)
+                self.inner.rewrite(site, edit)
+            if not sites:
+                break
+        missed = [" ".join(names) for names, count in left.items() if count > 0]
+        if missed:
+            raise SaveError(f"{self.inner!r} does not find the place {missed[0]} again.")
+        return graph_module
+
+
+def _names(site: Site) -> tuple[str, ...]:
+    return tuple(node.name for node in site.nodes)
+
+
+def base_of(gm: GraphModule) -> GraphModule:
+    """What a module was before its history began, without weights, in the mode in which it was rewritten."""
+    empty, past = hollow(gm), history(gm)
+    if not past:
+        return empty
+    if empty.training != past[0].training:
+        set_modes(empty, {path for path, _ in fx_private.walk_modules(empty)} if past[0].training else set())
+    return undo(empty, None, lint_and_recompile=False)
+
+
+def modes(gm: GraphModule) -> list[str]:
+    """The paths of the modules that are in training mode."""
+    return [path for path, module in fx_private.walk_modules(gm) if module.training]
+
+
+def set_modes(gm: GraphModule, training: Iterable[str]) -> None:
+    """Put exactly these modules into training mode."""
+    wanted = set(training)
+    for path, module in fx_private.walk_modules(gm):
+        fx_private.set_plain_attribute(module, "training", path in wanted)
+
+
+def steps_of(gm: GraphModule) -> list[dict[str, Any]]:
+    """The history as plain data: for each change the transformation with its settings, and where it fired."""
+    steps = []
+    for change in history(gm):
+        if change.recipe is None:
+            raise SaveError(
+                f"{change.label} has settings that are not plain data (numbers, texts, lists), so it cannot be "
+                f"replayed from a file. Undo it, or call refold.commit(gm) and save the module by other means."
+            )
+        sites = [list(site.nodes) for site in change.sites]
+        groups = [list(group) for group in change.groups]
+        step = {"signature": change.signature, "sites": sites, "groups": groups, "prints": change.prints}
+        steps.append({**change.recipe, **step})
+    return steps
+
+
+def replay(gm: GraphModule, steps: Iterable[Mapping[str, Any]]) -> None:
+    """Apply a recipe's steps in order; each must add one change to the history."""
+    for number, step in enumerate(steps):
+        transformation = transformation_from(dict(step))
+        if transformation.signature != step.get("signature"):
+            raise SaveError(f"{transformation!r} is not the transformation that was saved: its settings have changed.")
+        sites = [tuple(checked_names(site)) for site in step.get("sites", ())]
+        plain = isinstance(transformation, Rewrite) and type(transformation).transform is Rewrite.transform
+        runner = Replayed(transformation, sites) if plain else transformation
+        if runner(gm, lint_and_recompile=False) is not gm or len(history(gm)) != number + 1:
+            raise SaveError(f"{transformation!r} does not do again what it did when the module was saved.")
+        _finish(gm, transformation, step)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _finish(gm: GraphModule, transformation: Transformation, step: Mapping[str, Any]) -> None:
+    """What the latest change must say, although a stand-in made it."""
+    past = history(gm)
+    recipe = {"class": step["class"], "settings": step["settings"]}
+    groups = tuple((int(signature), int(number)) for signature, number in step.get("groups", ()))
+    prints = {str(name): str(mark) for name, mark in step.get("prints", {}).items()}
+    latest = replace(past[-1], name=type(transformation).__name__, groups=groups, recipe=recipe, prints=prints)
+    attach(gm, History((*past.changes[:-1], latest), past.birth, past.expected))
+
+
+def checked_names(names: Any) -> list[str]:
+    """Names of nodes from a file: they become names in generated code, so they must be identifiers."""
+    if not isinstance(names, list):
+        raise SaveError("the recipe holds something else where names of nodes should be.")
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            raise SaveError(f"the recipe names a node {name!r}, which is no identifier: refused.")
+    return names
