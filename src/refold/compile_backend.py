@@ -26,20 +26,25 @@ from refold.weights import Concatenate
 
 def refold_backend(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """The backend: found by torch.compile through its entry point."""
-    from torch._inductor.compile_fx import compile_fx
-
     inputs = list(example_inputs)
     trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
     if trains:
         rewritten = _rewrite(hollow_copy(gm), weights=False)
-        return compile_fx(rewritten, inputs, **options)  # type: ignore[no-any-return]
+        return _inductor(rewritten, inputs, options)
     bound, free = _bind_weights(hollow_copy(gm), inputs)
     rewritten = _rewrite(bound, weights=True)
-    compiled = compile_fx(rewritten, [inputs[i] for i in free], **options)
+    compiled = _inductor(rewritten, [inputs[i] for i in free], options)
     weights = [x for i, x in enumerate(inputs) if i not in set(free)]
     if _shares_memory(rewritten):
         return lambda *args: compiled(*(args[i] for i in free))
-    return _Watched(compiled, free, weights, lambda: compile_fx(gm, inputs, **options))
+    return _Watched(compiled, free, weights, lambda: _inductor(gm, inputs, options))
+
+
+def _inductor(gm: GraphModule, inputs: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, inputs, **options)
+    return compiled
 
 
 class _Watched:

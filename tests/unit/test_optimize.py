@@ -1,0 +1,238 @@
+"""refold.optimize: used like the model, right for every input, and the model itself again on demand."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import refold
+from refold.errors import RefoldError
+from refold.optimize import optimize
+from refold.transformation import ReversibleTransformation
+
+
+class Attention(nn.Module):
+    """Three linears on one input, a batch norm behind a convolution, and something to reach by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"width": 16}
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.drop = nn.Dropout(0.5)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor, scale: float = 4.0) -> dict[str, torch.Tensor]:
+        scores = self.query(x) @ self.key(x).transpose(-1, -2) / scale
+        mixed = self.drop(scores.softmax(-1)) @ self.value(x)
+        return {"mixed": mixed, "normed": self.norm(self.conv(mixed.transpose(1, 2)))}
+
+    def describe(self) -> str:
+        return "an attention"
+
+
+def make_model() -> Attention:
+    torch.manual_seed(0)
+    model = Attention().eval()
+    with torch.no_grad():
+        model.norm.running_mean.normal_()
+        model.norm.running_var.uniform_(0.5, 2.0)
+        model.norm.weight.normal_()
+    return model
+
+
+def bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert list(a) == list(b)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def error_against_float64(got: dict[str, torch.Tensor], model: nn.Module, x: torch.Tensor) -> float:
+    with torch.no_grad():
+        truth = copy.deepcopy(model).double()(x.double())
+    return max(float((got[k].double() - truth[k]).abs().max() / truth[k].abs().max()) for k in truth)
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    model = make_model()
+    before, parameters = bits(model), list(model.parameters())
+    x = torch.randn(2, 5, 16)
+    reference = copy.deepcopy(model)
+    return optimize(model, (x,), backend="plain", progress=False), model, before, parameters, x, reference
+
+
+def test_it_computes_the_same_as_accurately(optimized):
+    fast, _, _, _, x, reference = optimized
+    with torch.no_grad():
+        eager = reference(x)
+    assert error_against_float64(fast(x), reference, x) <= 4 * error_against_float64(eager, reference, x) + 2**-24
+
+
+def test_the_rewrites_fired(optimized):
+    fast = optimized[0]
+    kept = {card.name: len(card.sites) for card in fast.report.steps if card.status == "kept"}
+    assert kept.get("MergeLinears") == 1 or any(
+        card.name == "MergeLinears" and card.status == "taken back" for card in fast.report.steps
+    )
+    assert "FoldBatchNorm" in {card.name for card in fast.report.steps}
+    assert len(refold.history(fast.graph_module)) == len(kept)
+
+
+def test_it_is_used_like_the_model(optimized):
+    fast, model, _, _, x, _ = optimized
+    assert isinstance(fast, nn.Module)
+    assert fast.config is model.config and fast.describe() == "an attention"
+    assert inspect.signature(fast.forward) == inspect.signature(model.forward)
+    assert type(fast(x)) is dict and list(fast(x)) == ["mixed", "normed"]
+    assert list(fast.state_dict()) == list(model.state_dict())
+    assert [id(p) for p in fast.parameters()] == [id(p) for p in model.parameters()]
+    with pytest.raises(AttributeError):
+        _ = fast.no_such_thing
+
+
+def test_other_inputs_run_the_original(optimized):
+    fast, _, _, _, _, reference = optimized
+    other = torch.randn(3, 7, 16)
+    with torch.no_grad():
+        assert torch.equal(fast(other)["mixed"], reference(other)["mixed"])
+    assert any("ran the original" in note for note in fast.report.notes)
+
+
+def test_another_constant_is_another_signature(optimized):
+    fast, _, _, _, x, reference = optimized
+    with torch.no_grad():
+        assert torch.equal(fast(x, scale=2.0)["mixed"], reference(x, scale=2.0)["mixed"])
+
+
+def test_gradients_of_inputs_are_given(optimized):
+    fast, _, _, _, x, reference = optimized
+    mine, its = x.clone().requires_grad_(), x.clone().requires_grad_()
+    fast(mine)["mixed"].sum().backward()
+    reference(its)["mixed"].sum().backward()
+    assert torch.equal(mine.grad, its.grad)
+
+
+def test_copies_and_pickles_are_the_original(optimized):
+    fast, _, before, _, _, _ = optimized
+    assert_same_bits(bits(copy.deepcopy(fast)), before)
+    assert type(pickle.loads(pickle.dumps(fast))) is Attention
+
+
+def test_restore_gives_the_model_back():
+    model = make_model()
+    before, parameters, x = bits(model), list(model.parameters()), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        reference = model(x)["normed"].clone()
+    fast = optimize(model, {"x": x}, backend="plain", progress=False)
+    assert fast.restore() is model
+    assert_same_bits(bits(model), before)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    with torch.no_grad():
+        assert torch.equal(model(x)["normed"], reference)
+        assert torch.equal(fast(x)["normed"], reference)
+    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == len(parameters), "every parameter has memory of its own again"
+
+
+def test_changed_weights_are_never_served_stale():
+    model, x = make_model(), torch.randn(2, 5, 16)
+    fast = optimize(model, (x,), backend="plain", progress=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+        eager = copy.deepcopy(model)(x)
+    assert error_against_float64(fast(x), model, x) <= 4 * error_against_float64(eager, model, x) + 2**-24
+
+
+def test_training_mode_and_casting_run_the_original():
+    model, x = make_model(), torch.randn(2, 5, 16)
+    fast = optimize(model, (x,), backend="plain", progress=False)
+    fast.train()
+    assert model.training
+    fast.eval()
+    fast.double()
+    assert fast(x.double())["mixed"].dtype == torch.float64
+    assert any("moved or cast" in note for note in fast.notes)
+
+
+def test_new_inputs_are_optimized_where_asked():
+    model, x = make_model(), torch.randn(2, 5, 16)
+    fast = optimize(model, (x,), backend="plain", on_new_input="optimize", progress=False)
+    fast(torch.randn(3, 7, 16))
+    assert len(fast.variants) == 2
+
+
+class ScaleWrong(ReversibleTransformation):
+    """A transformation that claims to preserve the computation, and does not."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.nodes:
+            if node.target is torch.ops.aten.div.Tensor:
+                node.args = (node.args[0], node.args[1] * 1.001)
+        return graph_module
+
+
+def test_a_wrong_rewrite_is_taken_back():
+    model, x = make_model(), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        expected = model(x)["mixed"].clone()
+    fast = optimize(model, (x,), backend="plain", pipeline=[ScaleWrong()], progress=False)
+    (card,) = fast.report.steps
+    assert card.status == "taken back" and card.verification is not None and card.verification.ok is False
+    assert torch.equal(fast(x)["mixed"], expected)
+
+
+def test_safe_keeps_only_what_is_bit_identical():
+    model, x = make_model(), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        expected = {k: v.clone() for k, v in model(x).items()}
+    fast = optimize(model, (x,), level="safe", backend="plain", progress=False)
+    assert all(torch.equal(fast(x)[k], expected[k]) for k in expected)
+
+
+def test_a_model_that_cannot_be_captured_still_runs():
+    class Steered(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if float(x.sum()) > 0 else x * 3
+
+    fast = optimize(Steered().eval(), (torch.ones(3),), backend="plain", progress=False)
+    assert torch.equal(fast(-torch.ones(3)), -3 * torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"level": "fast"}, "level must be one of"),
+        ({"on_new_input": "crash"}, "on_new_input must be"),
+        ({"backend": "abacus"}, "no executor called"),
+        ({"pipeline": [refold.MergeLinears]}, "MergeLinears()"),
+    ],
+)
+def test_wrong_settings_are_named(change, words):
+    with pytest.raises(RefoldError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        optimize(make_model(), (torch.randn(2, 5, 16),), progress=False, **change)
+
+
+def test_training_mode_and_odd_inputs_are_refused():
+    with pytest.raises(RefoldError, match="training mode"):
+        optimize(make_model().train(), (torch.randn(2, 5, 16),), progress=False)
+    with pytest.raises(RefoldError, match="example_inputs must be"):
+        optimize(make_model(), 3, progress=False)
+
+
+def test_progress_is_told():
+    told: list[tuple[str, float]] = []
+    optimize(make_model(), (torch.randn(2, 5, 16),), backend="plain", progress=lambda what, done: told.append((what, done)))
+    assert [done for _, done in told] == sorted(done for _, done in told)
+    assert any("MergeLinears" in what for what, _ in told)
