@@ -75,7 +75,8 @@ class Rewrite(Transformation):
             if not sites:
                 break
         for skip in skips:
-            notes.skip(skip.node, skip.reason)
+            if not self.transformed(skip.node):  # what it made itself is no news
+                notes.skip(skip.node, skip.reason)
         return graph_module
 
     def explain(self, graph_module: GraphModule) -> Result:

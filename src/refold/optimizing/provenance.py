@@ -9,10 +9,12 @@ from refold.report.data import NodeLink
 
 
 def regions(change: Change) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """(nodes before, nodes after) of each separate place that a change touched. A node that only reads something else
-    now, and is otherwise what it was, is not part of a place."""
+    """(nodes before, nodes after) of each separate place that a change touched. A node that is only a reader of a
+    place, and was adjusted to what it reads now, is not part of it."""
+    named = {name for site in change.sites for name in site.nodes}
     rewired = {n for n, (a, b) in change.changed.items() if a.op == b.op and a.target == b.target}
-    touched = {*change.created, *change.erased, *(n for n in change.changed if n not in rewired)}
+    part = [n for n in change.changed if n in named or (not named and n not in rewired)]
+    touched = {*change.created, *change.erased, *part}
     leader = {name: name for name in touched}
 
     def find(name: str) -> str:

@@ -75,13 +75,19 @@ def _card(step: Step, changes: list[Change]) -> data.RewriteCard:
         status=step.status,  # type: ignore[arg-type]
         kind=transformation.kind if isinstance(transformation, Rewrite) and transformation.kind != "graph" else "",
         signature=str(transformation.signature),
-        algebra=inspect.getdoc(type(transformation)) or "",
+        algebra=_algebra(inspect.getdoc(type(transformation)) or ""),
         sites=tuple(sites),
         refusals=tuple(data.Refusal(r.node, r.reason) for r in step.result.refused),
         verification=None if step.verification is None else _verification(step.verification),
         gain=gain,
         note=step.note,
     )
+
+
+def _algebra(text: str) -> str:
+    """The first sentence of a docstring, and its paragraphs with formulas."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(paragraphs[:1] + [p for p in paragraphs[1:] if "`" in p and ("=" in p or "becomes" in p)])
 
 
 def _after(nodes: tuple[str, ...], places: list[tuple[frozenset[str], frozenset[str]]]) -> tuple[str, ...]:
