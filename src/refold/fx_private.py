@@ -171,6 +171,11 @@ def used_names(graph: Graph) -> set[str]:
     return set(graph._graph_namespace._used_names)
 
 
+def reserve_names(graph: Graph, names: Iterable[str]) -> None:
+    """Take names, as nodes do that were erased."""
+    graph._graph_namespace._used_names |= set(names)
+
+
 def free_names(graph: Graph, names: Iterable[str]) -> None:
     """Give names of erased nodes free again."""
     taken = {node.name for node in graph.nodes}
