@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def open_model(folder: str | os.PathLike[str], model: str | None = None) -> GraphModule:
     """The rewritten model of a folder of `refold optimize`, with its history. `model` names it again, as the command
     line does, where it came from FILE.py:FACTORY; code that a folder names is never run."""
-    from refold.command_line.folders import open_folder
+    from refold.command_line.folders import Named, open_folder
 
-    return open_folder(Path(folder), model).graph_module
+    return open_folder(Path(folder), Named(model)).graph_module
 
 
 def open_inputs(folder: str | os.PathLike[str]) -> dict[str, Any] | tuple[Any, ...]:

@@ -10,6 +10,7 @@ import typer
 from refold._version import __version__
 from refold.command_line import options
 from refold.command_line.errors import MEANINGS, ExitCode
+from refold.command_line.folders import Named
 from refold.command_line.inputs import Sizes
 from refold.command_line.running import run
 from refold.command_line.screen import Screen
@@ -122,6 +123,7 @@ def list_(
 def show(
     folder: options.Folder,
     model: options.NamedModel = None,
+    inputs: options.InputsFrom = None,
     everything: options.All = False,
     json: options.AsJson = False,
     debug: options.Debug = False,
@@ -129,7 +131,8 @@ def show(
     """Show what was done to the model in DIR, as lines that begin with + (added), - (removed) or ~ (changed)."""
     from refold.command_line.showing import show_folder
 
-    return run(lambda screen: show_folder(screen, folder, model, everything=everything), as_json=json, debug=debug)
+    named = Named(model, inputs)
+    return run(lambda screen: show_folder(screen, folder, named, everything=everything), as_json=json, debug=debug)
 
 
 @app.command()
@@ -147,7 +150,7 @@ def verify(
     from refold.command_line.verifying import verify_folder
 
     def work(screen: Screen) -> ExitCode:
-        return verify_folder(screen, folder, model, inputs, device, threads, everything=everything)
+        return verify_folder(screen, folder, Named(model, inputs, device), threads, everything=everything)
 
     return run(work, as_json=json, debug=debug)
 
@@ -159,6 +162,7 @@ def undo(
     changes: Annotated[int | None, typer.Option(min=1, help="Undo only the latest so many changes (all).")] = None,
     overwrite: options.Overwrite = False,
     model: options.NamedModel = None,
+    inputs: options.InputsFrom = None,
     json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
@@ -166,7 +170,7 @@ def undo(
     from refold.command_line.undoing import undo_folder
 
     def work(screen: Screen) -> ExitCode:
-        return undo_folder(screen, folder, model, out, changes, overwrite)
+        return undo_folder(screen, folder, Named(model, inputs), out, changes, overwrite)
 
     return run(work, as_json=json, debug=debug)
 
@@ -201,6 +205,7 @@ def bisect(
     folder: options.Folder,
     check: Annotated[str, typer.Option(metavar="COMMAND", help="Exits with 0 if the model is good. See below.")],
     model: options.NamedModel = None,
+    inputs: options.InputsFrom = None,
     json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> int:
@@ -212,4 +217,5 @@ def bisect(
     """
     from refold.command_line.bisecting import bisect_folder
 
-    return run(lambda screen: bisect_folder(screen, folder, check, model), as_json=json, debug=debug)
+    named = Named(model, inputs)
+    return run(lambda screen: bisect_folder(screen, folder, check, named), as_json=json, debug=debug)

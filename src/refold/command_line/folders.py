@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,33 +12,21 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-import refold
 from refold._version import __version__
+from refold.capture import trace
 from refold.command_line.errors import WrongInput
-from refold.command_line.models import Source, rebuild
+from refold.command_line.inputs import NO_SIZES, inputs_for, placed
+from refold.command_line.models import Loaded, Source, load_model, rebuild
 from refold.command_line.storing_inputs import NotPlain, restore_inputs, store_inputs
 from refold.command_line.subject import DTYPES, chosen_device
 from refold.command_line.writing import ABOUT, SCHEMA
 from refold.fingerprint import fingerprint
-from refold.optimizing.calls import Inputs
+from refold.history import history
+from refold.optimizing.calls import Inputs, split
+from refold.saving import load, save
 
 VERSION = 1
-
-
-@dataclass
-class Opened:
-    """What a folder holds, put together again."""
-
-    folder: Path
-    graph_module: GraphModule
-    about: About
-    device: torch.device
-
-    def inputs(self) -> Inputs:
-        """The inputs that the model was optimized for."""
-        if self.about.inputs is None:
-            raise WrongInput(f"{self.folder} does not hold its inputs. Give them again: --inputs FILE.py:FUNCTION.")
-        return restore_inputs(self.about.inputs, self.folder, self.device)
+_SAVED = "manifest.json"
 
 
 @dataclass
@@ -46,10 +35,10 @@ class About:
 
     source: Source
     dtype: str = "float32"
-    device: str = "cpu"
     inputs: Any = None
     run: dict[str, Any] = field(default_factory=dict)
     original: dict[str, str] = field(default_factory=dict)
+    changes: list[dict[str, Any]] = field(default_factory=list)
 
     def to_plain(self, files: list[str]) -> dict[str, Any]:
         """For JSON."""
@@ -59,22 +48,45 @@ class About:
             "refold": __version__,
             "model": self.source.to_plain(),
             "dtype": self.dtype,
-            "device": self.device,
             "run": self.run,
             "inputs": self.inputs,
             "original": self.original,
+            "changes": self.changes,
             "files": files,
         }
 
 
+@dataclass
+class Named:
+    """What a user says about a folder that the folder itself does not, or must not, say."""
+
+    model: str | None = None
+    inputs: str | None = None
+    device: str | None = None
+
+
+@dataclass
+class Opened:
+    """What a folder holds, put together again."""
+
+    graph_module: GraphModule
+    inputs: Inputs | None
+    about: About | None
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
 def fill_folder(folder: Path, gm: GraphModule, about: About, inputs: Inputs | None) -> None:
-    """Write the model and what is known about it; the list of files comes last."""
-    refold.save(gm, folder)
-    if inputs is not None:
-        try:
-            about.inputs = store_inputs(inputs, folder)
-        except NotPlain as reason:
-            about.run["inputs_left_out"] = str(reason)
+    """Write the rewritten model, its inputs, and what its changes are."""
+    save(gm, folder)
+    about.changes = [{"label": c.label, "bytes": c.nbytes, "lines": c.describe()} for c in history(gm)]
+    if inputs is None:
+        return
+    try:
+        about.inputs = store_inputs(inputs, folder)
+    except NotPlain as reason:
+        about.run["inputs_left_out"] = str(reason)
 
 
 def finish_folder(folder: Path, about: About) -> None:
@@ -84,35 +96,98 @@ def finish_folder(folder: Path, about: About) -> None:
     (folder / ABOUT).write_text(text + "\n", encoding="utf-8")
 
 
-def read_about(folder: Path) -> About:
-    """What a folder says about itself; anybody may have written it, so nothing in it is believed unseen."""
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def read_about(folder: Path) -> About | None:
+    """What a folder says about itself; None for one that `refold.save` wrote, which knows no model. Anybody may have
+    written it, so nothing in it is believed unseen."""
     if not folder.is_dir():
         raise WrongInput(f"There is no folder {folder}.")
+    if not (folder / ABOUT).exists() and (folder / _SAVED).exists():
+        return None
     try:
         data = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise WrongInput(f"{folder} is no folder of refold optimize: it has no {ABOUT}.") from None
+        raise WrongInput(f"{folder} is no folder that Refold saved: it has no {ABOUT}.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise WrongInput(f"{folder / ABOUT} cannot be read: {error}.") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise WrongInput(f"{folder} is no folder of refold optimize: its {ABOUT} says something else.")
     if data.get("version") != VERSION:
         raise WrongInput(f"{folder} has version {data.get('version')!r}, and this Refold reads {VERSION}.")
-    run, original = data.get("run"), data.get("original")
-    if not isinstance(run, dict) or not isinstance(original, dict) or data.get("dtype") not in DTYPES:
+    if not _well_formed(data):
         raise WrongInput(f"{folder / ABOUT} is damaged.")
-    return About(
-        Source.from_plain(data.get("model")), data["dtype"], str(data.get("device")), data.get("inputs"), run, original
-    )
+    source = Source.from_plain(data.get("model"))
+    return About(source, data["dtype"], data.get("inputs"), data["run"], data["original"], data["changes"])
 
 
-def open_folder(folder: Path, named: str | None = None, device: str | None = None) -> Opened:
+def _well_formed(data: dict[str, Any]) -> bool:
+    run, original, changes = (data.get(key) for key in ("run", "original", "changes"))
+    if not (isinstance(run, dict) and isinstance(original, dict) and isinstance(changes, list)):
+        return False
+    return data.get("dtype") in DTYPES and all(isinstance(change, dict) and _is_change(change) for change in changes)
+
+
+def _is_change(change: dict[str, Any]) -> bool:
+    label, size, lines = change.get("label"), change.get("bytes"), change.get("lines")
+    texts = isinstance(label, str) and isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+    return texts and isinstance(size, int)
+
+
+def open_folder(folder: Path, named: Named) -> Opened:
     """The rewritten model of a folder, with its history. The model that it was made from is rebuilt from plain data,
     or is the one that the user names; no code that the folder names is ever run."""
+    _stay_offline()
     about = read_about(folder)
-    place = chosen_device(device)
-    model = rebuild(about.source, named).to(device=place, dtype=DTYPES[about.dtype]).eval().requires_grad_(False)
-    return Opened(folder, refold.load(folder, model), about, place)
+    device = chosen_device(named.device)
+    if about is None:
+        return _open_bare(folder, named, device)
+    loaded = _base(about, named.model)
+    inputs = _inputs(folder, about, named, loaded, device)
+    model = loaded.model.to(device=device, dtype=DTYPES[about.dtype]).eval().requires_grad_(False)
+    args, kwargs = split(inputs)
+    with torch.no_grad():
+        captured = trace(model, *args, dynamic=False, **kwargs)
+    return Opened(load(folder, graph_module=captured, device=str(device)), inputs, about)
+
+
+def _base(about: About, named: str | None) -> Loaded:
+    return load_model(named) if named is not None else Loaded(rebuild(about.source), about.source)
+
+
+def _inputs(folder: Path, about: About, named: Named, loaded: Loaded, device: torch.device) -> Inputs:
+    if named.inputs is not None:
+        return placed(inputs_for(loaded, NO_SIZES, named.inputs), device, DTYPES[about.dtype])
+    if about.inputs is None:
+        reason = about.run.get("inputs_left_out", "they were not stored")
+        raise WrongInput(f"{folder} does not hold its inputs ({reason}). Give them: --inputs FILE.py:FUNCTION.")
+    return restore_inputs(about.inputs, folder, device)
+
+
+def _open_bare(folder: Path, named: Named, device: torch.device) -> Opened:
+    """A folder that `refold.save` wrote: the model is the user's to name."""
+    if named.model is None:
+        raise WrongInput(f"{folder} does not say which model it was made from. Name it: --model MODEL.")
+    loaded = load_model(named.model)
+    model = loaded.model.to(device)
+    inputs = None
+    if named.inputs is not None or loaded.inputs is not None:
+        inputs = placed(inputs_for(loaded, NO_SIZES, named.inputs), device, None)
+    return Opened(load(folder, model, example_inputs=inputs, device=str(device)), inputs, None)
+
+
+def read_inputs(folder: Path) -> Inputs:
+    """The inputs that a folder holds."""
+    about = read_about(folder)
+    if about is None or about.inputs is None:
+        raise WrongInput(f"{folder} does not hold its inputs.")
+    return restore_inputs(about.inputs, folder, torch.device("cpu"))
+
+
+def _stay_offline() -> None:
+    """What a folder says must not make a package download anything. Named models were downloaded before."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def fingerprints(model: nn.Module) -> dict[str, str]:
@@ -121,7 +196,7 @@ def fingerprints(model: nn.Module) -> dict[str, str]:
     return {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
 
-def differing(model: nn.Module, original: dict[str, str]) -> list[str]:
-    """The weights and buffers that are not, bit for bit, what they were in the original."""
-    now = fingerprints(model)
-    return sorted(name for name, mark in now.items() if name in original and original[name] != mark)
+def differing(model: nn.Module, original: dict[str, str]) -> tuple[list[str], int]:
+    """The weights that are not, bit for bit, what they were in the original, and how many were compared."""
+    now = {name: mark for name, mark in fingerprints(model).items() if name in original}
+    return sorted(name for name, mark in now.items() if original[name] != mark), len(now)

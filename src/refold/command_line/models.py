@@ -74,11 +74,9 @@ def load_model(text: str) -> Loaded:
     return _from_folder(Path(text)) if Path(text).is_dir() else _from_hub(text)
 
 
-def rebuild(source: Source, named: str | None) -> nn.Module:
+def rebuild(source: Source) -> nn.Module:
     """The model of a saved folder, from plain data only. One from a user's file must be named again by the user, so
     that opening somebody's folder never runs their code."""
-    if named is not None:
-        return load_model(named).model
     if source.kind == "example":
         return example_named(source.name).build()
     if source.kind == "transformers":

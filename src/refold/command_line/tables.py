@@ -22,7 +22,7 @@ class Column:
     style: str = ""
 
 
-def table(title: str, columns: Sequence[Column | str], rows: Iterable[Sequence[object]]) -> Table:
+def table(title: str, columns: Sequence[str | Column], rows: Iterable[Sequence[object]]) -> Table:
     """A table of plain texts."""
     made = Table(title=Text(printable(title)), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
