@@ -13,8 +13,11 @@ from torch import nn
 
 from refold.capturing.dummy_inputs import DummyInputs, usual_input_names
 
+MOST_PARAMETERS = 60_000_000
+
 # (pattern of a setting's name, its tiny value); the first that matches counts
 _TINY: list[tuple[str, Any]] = [
+    (r"feat_extract_layers|num_conv_.*layers|adapter_layers|conv_stride|conv_kernel", lambda v: v),
     (r"vocab_size$|type_vocab|entity_vocab", lambda v: min(v, 200)),
     (
         r"num_(local_|routed_)?experts$|n_routed_experts|moe_num_experts|num_expert$|ffn_num_experts",
@@ -25,7 +28,7 @@ _TINY: list[tuple[str, Any]] = [
     (r"num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num", lambda v: min(v, 2)),
     (r"prediction_length|context_length", lambda v: min(v or 8, 8)),
     (r"(num|n)_?(.*_)?heads?$|attention_heads$|(encoder|decoder)_attention_heads", lambda v: min(v, 4)),
-    (r"(num|n)_(.*_)?layers?$|layers$|num_.*blocks$|^depth$|^n_layer$|num_stages?$", lambda v: min(v, 2)),
+    (r"(num|n)_(.*_)?layers?$|layers$|num_.*blocks$|^depth$|^n_layer$|^depths$|block_repeats", lambda v: min(v, 1)),
     (r"head_dim$|d_kv$|kv_channels|qk_nope_head_dim|v_head_dim", lambda v: min(v, 8)),
     (r"qk_rope_head_dim", lambda v: min(v, 8)),
     (r"q_lora_rank|kv_lora_rank", lambda v: min(v, 16)),
@@ -67,20 +70,16 @@ def build(model_type: str) -> tuple[nn.Module, dict[str, torch.Tensor], str]:
 
 
 def _instance(model_type: str, shrink: Callable[[Any], dict[str, Any]]) -> nn.Module:
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    del AutoConfig
     config = shrunk(CONFIG_MAPPING[model_type], shrink)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModel.from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise MemoryError(f"{size} parameters")
     torch.manual_seed(0)
-    if sum(_sizes(config)) > 4e9:
-        raise MemoryError("too large")
-    model = AutoModel.from_config(config)
-    return model.eval()
-
-
-def _sizes(config: Any) -> Iterator[float]:
-    yield float(getattr(config, "hidden_size", 0) or 0) * float(getattr(config, "vocab_size", 0) or 0)
+    return AutoModel.from_config(config).eval()
 
 
 def shrunk(config_class: type, shrink: Callable[[Any], dict[str, Any]]) -> Any:
@@ -133,18 +132,20 @@ def _repair(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
             continue
         if isinstance(vocabulary, int) and value >= vocabulary:
             settings[name] = next(taken)
-    layers = settings.get("num_hidden_layers")
-    for name in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
-        value = vars(config).get(name)
-        if isinstance(value, (list, tuple)) and layers:
-            settings[name] = _spread(list(value), layers)
+    if not settings.get("num_hidden_layers"):
+        return settings
+    patterns = {
+        name: _kinds(vars(config).get(name)) for name in ("layer_types", "mlp_layer_types", "layers_block_type")
+    }
+    settings["num_hidden_layers"] = max(settings["num_hidden_layers"], *map(len, patterns.values()))
+    for name, kinds in patterns.items():
+        if kinds:  # the first of each kind, so that no kind of layer is lost
+            settings[name] = (kinds + list(vars(config)[name]))[: settings["num_hidden_layers"]]
     return settings
 
 
-def _spread(kinds: list[Any], count: int) -> list[Any]:
-    """The first of each kind, so that no kind of layer is lost, then the beginning of the list."""
-    order = list(dict.fromkeys(kinds))
-    return (order + kinds)[:count]
+def _kinds(pattern: Any) -> list[Any]:
+    return list(dict.fromkeys(pattern)) if isinstance(pattern, (list, tuple)) else []
 
 
 def default(config: Any) -> dict[str, Any]:
@@ -153,8 +154,11 @@ def default(config: Any) -> dict[str, Any]:
 
 
 def tiny_layers(config: Any) -> dict[str, Any]:
-    """Everything small, but as many layers as there are kinds of layers, and wider heads."""
+    """Everything small, but two layers and wider heads."""
     settings = tiny(config)
+    for name in [n for n in settings if re.search(r"layers?$|blocks$|^depth$", n)]:
+        if isinstance(settings[name], int):
+            settings[name] = max(settings[name], min(vars(config)[name], 2))
     for name in ("hidden_size", "d_model", "embed_dim", "n_embd"):
         if name in settings:
             settings[name] = min(getattr(config, name), 64)

@@ -77,12 +77,19 @@ def size_one_stays_open() -> Iterator[None]:
 
 
 def open_shapes(leaves: Sequence[torch.Tensor], openness: Openness) -> tuple[Any, ...] | None:
-    """One shape per tensor with all, only the first, or no dimension left open."""
+    """One shape per tensor with all, only the first, or no dimension left open.
+
+    Images and videos (floating, four dimensions or more) keep their height and width: most models fix them, and an
+    export with open ones takes several times as long. Explicit dynamic shapes open them.
+    """
     if openness == "none" or not leaves:
         return None
     auto = torch.export.Dim.AUTO
-    last = None if openness == "all" else 1
-    return tuple(dict.fromkeys(range(leaf.dim())[:last], auto) for leaf in leaves)
+
+    def open_dims(leaf: torch.Tensor) -> int:
+        return 1 if openness == "batch" or (leaf.is_floating_point() and leaf.dim() >= 4) else leaf.dim()
+
+    return tuple(dict.fromkeys(range(leaf.dim())[: open_dims(leaf)], auto) for leaf in leaves)
 
 
 def given_shapes(calling: Calling, shapes: Any) -> tuple[Any, ...]:
