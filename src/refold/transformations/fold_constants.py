@@ -1,0 +1,110 @@
+"""FoldConstants: what is the same in every run is computed once and kept as a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from refold.constants import Constants
+from refold.edit import Editor
+from refold.fingerprint import fingerprint
+from refold.match import GraphView, example_value
+from refold.purity import erase_dead, name_of
+from refold.rewrite import Example, ReversibleRewrite, Site, Skip
+from refold.slicing import aliases
+
+_FREE = {"expand", "expand_as", "broadcast_to", "getattr", "getitem", "device", "sym_size"}
+"""Calls that cost nothing, and whose results may be much larger than what they are made from."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FoldConstants(ReversibleRewrite):
+    """Evaluate what depends on no input once, and keep the result as a buffer that no checkpoint holds.
+
+    `f(c₁, c₂, …)` with constant cᵢ becomes `c = f(c₁, c₂, …)`.
+
+    Constants are numbers, tensors made from them (`arange`, `full`), lifted constants and buffers outside the
+    checkpoint. Buffers move with the module, so the graph can still change device. Parameters are not folded, because
+    training and loading a checkpoint would no longer reach them; with `parameters=True`, for inference, they are too.
+    Random numbers are never folded, nor what is written into, leaves the graph, or takes more than `limit` bytes.
+    """
+
+    kind: ClassVar[str] = "graph"
+    parameters: bool = False
+    limit: int = 1 << 25
+
+    @classmethod
+    def examples(cls) -> Iterable[Example]:
+        from refold import examples
+
+        return [examples.positions(), examples.rotary()]
+
+    def find(self, view: GraphView) -> Iterator[Site | Skip]:
+        constants = Constants(view, parameters=self.parameters)
+        wanted = _wanted(view, constants)
+        for node in view.nodes:
+            if node not in wanted or node.op == "get_attr" or name_of(node) in _FREE:
+                continue
+            reason = self._why_not(view, node)
+            value = constants.value(node) if reason is None else None
+            if reason is None:
+                reason = self._why_not_kept(value)
+            if reason is not None:
+                yield Skip(node, reason)
+                continue
+            assert isinstance(value, torch.Tensor)
+            yield Site((node,), f"{node.name} is a constant of shape {tuple(value.shape)}", (node, value))
+
+    def _why_not(self, view: GraphView, node: Node) -> str | None:
+        noted = example_value(node)
+        if noted is not None and _nbytes(noted) > self.limit:
+            return f"it takes more than {self.limit} bytes"
+        for value, reader in aliases(view.gm, node):
+            if reader.op == "output":
+                return f"{value.name} leaves the graph, where somebody may write into it"
+        return None
+
+    def _why_not_kept(self, value: object) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return "it is not a tensor, or cannot be computed here"
+        if value.is_meta or value.layout != torch.strided or value.is_quantized:
+            return "it is not a plain tensor with values"
+        return f"it takes more than {self.limit} bytes" if _nbytes(value) > self.limit else None
+
+    def rewrite(self, site: Site, edit: Editor) -> None:
+        node, value = site.detail
+        key = fingerprint(value)
+        if key not in edit.shared:  # equal constants are kept once
+            edit.shared[key] = edit.fetch(node, _keep(edit, node.name, value))
+            self.mark_as_transformed(edit.shared[key])
+        edit.replace_uses(node, edit.shared[key])
+        erase_dead(edit, [node])
+
+
+def _wanted(view: GraphView, constants: Constants) -> set[Node]:
+    """The constants that something reads which is none, also through calls that are free."""
+    wanted: set[Node] = set()
+    for node in reversed(view.nodes):
+        if node not in constants.nodes:
+            continue
+        if any(user not in constants.nodes or (user in wanted and name_of(user) in _FREE) for user in node.users):
+            wanted.add(node)
+    return wanted
+
+
+def _keep(edit: Editor, name: str, value: torch.Tensor) -> str:
+    """Keep a constant as a buffer that no checkpoint holds."""
+    path = edit.free_path(f"constants.{name}")
+    owner: nn.Module = edit.container("constants")
+    owner.register_buffer(path.rpartition(".")[2], value.detach().clone().contiguous(), persistent=False)
+    return path
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    sizes = [size for size in tensor.shape if isinstance(size, int)]
+    return torch.Size(sizes).numel() * tensor.element_size() if len(sizes) == tensor.dim() else 0
