@@ -71,7 +71,7 @@ def known_classes() -> dict[str, type]:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         with contextlib.suppress(Exception):  # somebody else's broken package must not stop this one
             entry.load()
-    root: type = Transformation  # type: ignore[type-abstract]
+    root: type = Transformation
     classes: list[type] = [cls for cls in _subclasses(root) if not inspect.isabstract(cls)]
     return {class_path(cls): cls for cls in classes if not issubclass(cls, Unrecorded) and not _is_stand_in(cls)}
 
@@ -84,7 +84,8 @@ def _subclasses(root: type) -> Iterator[type]:
     pending: list[type] = [root]
     seen: set[type] = set()
     while pending:
-        for cls in pending.pop().__subclasses__():
+        children: list[type] = type.__subclasses__(pending.pop())
+        for cls in children:
             if cls not in seen:
                 seen.add(cls)
                 pending.append(cls)

@@ -21,7 +21,7 @@ from refold.saving.digest import first_difference, node_digests, node_names
 from refold.saving.errors import SaveError, safetensors
 from refold.saving.folder import checked_files, parsed
 from refold.saving.records import hollow_like, record_from_plain, spec_from_plain
-from refold.saving.replay import checked_names, replay, set_modes
+from refold.saving.replay import checked_names, replay, set_modes, set_names
 from refold.saving.store import Store
 from refold.saving.writing import RECIPE, held_places
 
@@ -82,7 +82,7 @@ def _fit_base(gm: GraphModule, base: Mapping[str, Any]) -> None:
         )
     if node_names(gm) != names:
         fx_private.rename_nodes(gm.graph, names)
-    fx_private.set_base_counts(gm.graph, _checked_counts(base["counts"]))
+    set_names(gm, _checked_counts(base["counts"]), checked_names(base["taken"]))
     set_modes(gm, base["training"])
     _fit_tensors(gm, base["tensors"])
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from refold import fx_private, recording
+from refold.change import MISSING
 from refold.edit import Editor
 from refold.history import History, attach, history, undo
 from refold.hollow import hollow
@@ -71,6 +72,22 @@ def base_of(gm: GraphModule) -> GraphModule:
     return undo(empty, None, lint_and_recompile=False)
 
 
+def names_of(gm: GraphModule) -> tuple[dict[str, int], list[str]]:
+    """The name counters and taken names from before a module's history began: new nodes are named after them."""
+    counts, taken = fx_private.base_counts(gm.graph), fx_private.used_names(gm.graph)
+    for change in reversed(history(gm).changes):
+        counts |= {name: count for name, count in change.counts.items() if count is not MISSING}
+        counts = {name: count for name, count in counts.items() if change.counts.get(name) is not MISSING}
+        taken -= change.names_added
+    return counts, sorted(name for name in taken if is_name(name))
+
+
+def set_names(gm: GraphModule, counts: Mapping[str, int], taken: Iterable[str]) -> None:
+    """Let new nodes be named as they were."""
+    fx_private.set_base_counts(gm.graph, dict(counts))
+    fx_private.reserve_names(gm.graph, taken)
+
+
 def modes(gm: GraphModule) -> list[str]:
     """The paths of the modules that are in training mode."""
     return [path for path, module in fx_private.walk_modules(gm) if module.training]
@@ -125,11 +142,16 @@ def _finish(gm: GraphModule, transformation: Transformation, step: Mapping[str, 
     attach(gm, History((*past.changes[:-1], latest), past.birth, past.expected))
 
 
+def is_name(name: Any) -> bool:
+    """Whether something can be the name of a node."""
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+
+
 def checked_names(names: Any) -> list[str]:
     """Names of nodes from a file: they become names in generated code, so they must be identifiers."""
     if not isinstance(names, list):
         raise SaveError("the recipe holds something else where names of nodes should be.")
     for name in names:
-        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        if not is_name(name):
             raise SaveError(f"the recipe names a node {name!r}, which is no identifier: refused.")
     return names

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from refold import fx_private
 from refold._version import __version__
 from refold.change import Change, join_path
 from refold.fingerprint import fingerprint
@@ -24,7 +23,7 @@ from refold.saving.digest import first_difference, node_digests, node_names
 from refold.saving.errors import SaveError, safetensors
 from refold.saving.folder import plain_json, replaced, write_bytes
 from refold.saving.records import record_to_plain
-from refold.saving.replay import base_of, modes, replay, steps_of
+from refold.saving.replay import base_of, modes, names_of, replay, set_names, steps_of
 from refold.saving.store import Store, dtype_name
 
 RECIPE = "recipe.json"
@@ -49,10 +48,12 @@ def save(gm: GraphModule, folder: str | os.PathLike[str], *, shard_bytes: int = 
 
 def _recipe(gm: GraphModule, store: Store) -> dict[str, Any]:
     base, steps = base_of(gm), steps_of(gm)
+    counts, taken = names_of(gm)
+    set_names(base, counts, taken)
     recipe: dict[str, Any] = {
         "versions": {"refold": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "capture": describe_capture(gm),
-        "base": _describe_base(base),
+        "base": _describe_base(base) | {"counts": counts, "taken": taken},
         "steps": steps,
         "nodes": node_digests(gm, names=False),
         "training": modes(gm),
@@ -87,7 +88,6 @@ def _describe_base(base: GraphModule) -> dict[str, Any]:
     return {
         "names": node_names(base),
         "nodes": node_digests(base, names=False),
-        "counts": fx_private.base_counts(base.graph),
         "tensors": tensors,
         "training": modes(base),
     }
