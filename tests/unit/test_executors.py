@@ -244,7 +244,7 @@ def test_module_that_cannot_be_compiled_says_so():
 
 def test_names_reasons_and_discovery(monkeypatch: pytest.MonkeyPatch):
     assert next(iter(executors())) == "plain"
-    assert all(unavailable("cpu")[name] for name in ("cuda-graph", "compile+cuda-graph"))
+    assert all(unavailable("cpu")[name] for name in ("cuda_graph", "compile+cuda_graph"))
     assert set(executors("cpu")) | set(unavailable("cpu")) == set(executors())
     with pytest.raises(UnknownExecutor, match="plain"):
         executor_named("nonsense")

@@ -9,18 +9,20 @@ from .onnx_runtime import OnnxRuntime
 from .openvino import OpenVino
 from .plain import Plain
 
-_AUTOTUNE = "max-autotune-no-cudagraphs"
+_AUTOTUNE = Compile("compile-autotune", device="cuda", mode="max-autotune-no-cudagraphs")
 
+# Those that are quick to prepare and often win come first: a time budget may not last for all.
 BUILT_IN: tuple[Executor, ...] = (
     Plain(),
     CudaGraph(),
-    Compile("compile"),
-    Freeze("compile-freezing", device="cpu"),
-    Freeze("compile-freezing-autotune", device="cpu", options={"max_autotune": True}),
-    CudaGraph("compile+cuda-graph", inner=Compile("compile")),
-    Compile("compile-autotune", device="cuda", mode=_AUTOTUNE),
-    CudaGraph("compile-autotune+cuda-graph", inner=Compile("compile-autotune", device="cuda", mode=_AUTOTUNE)),
-    Compile("compile-reduce-overhead", device="cuda", mode="reduce-overhead"),
     OnnxRuntime(),
     OpenVino(),
+    CudaGraph("compile+cuda_graph", inner=Compile("compile")),
+    Freeze("compile-freezing", device="cpu"),
+    Compile("compile"),
+    CudaGraph("compile-autotune+cuda_graph", inner=_AUTOTUNE),
+    Freeze("compile-freezing-autotune", device="cpu", options={"max_autotune": True}),
+    OnnxRuntime("onnxruntime-opset23", opset=23),
+    _AUTOTUNE,
+    Compile("compile-reduce-overhead", device="cuda", mode="reduce-overhead"),
 )

@@ -32,7 +32,7 @@ class CudaGraph(Executor):
 
     def __init__(
         self,
-        name: str = "cuda-graph",
+        name: str = "cuda_graph",
         *,
         inner: Executor | None = None,
         max_shapes: int = 8,

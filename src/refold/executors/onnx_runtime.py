@@ -32,8 +32,13 @@ _TYPES = {
 
 
 class OnnxRuntime(Executor):
-    name = "onnxruntime"
+    """`opset=23` keeps attention and RMS norm whole, which helps some models and hinders others."""
+
     follows_weights = False
+
+    def __init__(self, name: str = "onnxruntime", *, opset: int | None = None) -> None:
+        self.name = name
+        self.opset = opset
 
     def available(self, device: torch.device) -> str | None:
         if device.type != "cpu":
@@ -48,7 +53,7 @@ class OnnxRuntime(Executor):
         plan = plan_for_engine(module, args, kwargs, self.name, frozenset(_TYPES))
         try:
             with tempfile.TemporaryDirectory(prefix="refold-onnx-") as folder:
-                session = _session(_export(plan, Path(folder)))
+                session = _session(_export(plan, Path(folder), self.opset))
             runner = SessionRunner(plan, module, session)
             plan.check(runner.compute(plan.tensors, plan.unwritten()))
         except PreparationFailed:
@@ -94,7 +99,7 @@ def _output_name(index: int) -> str:
     return f"output_{index}"
 
 
-def _export(plan: EnginePlan, folder: Path) -> Path:
+def _export(plan: EnginePlan, folder: Path, opset: int | None) -> Path:
     path = folder / "module.onnx"
     with _silent():
         program = torch.onnx.export(
@@ -102,6 +107,7 @@ def _export(plan: EnginePlan, folder: Path) -> Path:
             (),
             dynamo=True,
             verbose=False,
+            opset_version=opset,
             input_names=[_input_name(index) for index in range(len(plan.tensors))],
             output_names=[_output_name(index) for index in range(len(plan.expected))],
         )
