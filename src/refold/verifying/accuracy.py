@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from refold.fingerprint import same_bits
-from refold.verifying.arithmetic import Arithmetic, OneRounding, widen
+from refold.verifying.arithmetic import Arithmetic, OneRounding, is_rounded, widen
 from refold.verifying.calls import Call, as_calls
 from refold.verifying.comparing import differ_in_kind
 from refold.verifying.extracting import seeded
@@ -60,7 +60,8 @@ class OutputReference:
         """Run a model on these inputs, as it is and in float64. The model is not touched."""
         call = inputs if isinstance(inputs, Call) else as_calls(inputs)[0]
         outputs = run_named(copied(model, torch.Tensor.detach), call, seed)
-        note, exact = "", {}
+        note: str = ""
+        exact: dict[str, Any] = {}
         try:
             with Arithmetic():
                 exact = run_named(wide_copy(model), call.map(widen), seed)
@@ -87,7 +88,7 @@ class OutputReference:
         sentence = differ_in_kind(old, value)
         if sentence:
             return OutputVerdict(name, GRADES[-1], math.inf, 0.0, 0.0, sentence)
-        if not isinstance(old, torch.Tensor) or not (old.is_floating_point() or old.is_complex()):
+        if not is_rounded(old):
             return OutputVerdict(name, GRADES[0], 0.0, 0.0, 0.0)
         baseline, error = rms(old, exact), rms(value, exact)
         if same_bits(old, value):
@@ -111,13 +112,14 @@ class OutputReference:
     def _moved(self, number: int) -> dict[str, float]:
         with Arithmetic(wide=False, nudge=OneRounding(self.seed + number)):
             moved = run_named(copied(self.model, torch.Tensor.detach), self.call, self.seed)
-        return {n: rms(moved[n], old) for n, old in self.outputs.items() if _is_float(old)}
+        return {n: rms(moved[n], old) for n, old in self.outputs.items() if is_rounded(old)}
 
 
 def run_named(model: nn.Module, call: Call, seed: int) -> dict[str, Any]:
-    """Call a model with seeded random numbers; its outputs by name."""
-    seeded(seed)
-    return _named(call.on(model))
+    """Call a model with random numbers of its own; its outputs by name."""
+    with torch.random.fork_rng(), torch.no_grad():
+        seeded(seed)
+        return _named(call.on(model))
 
 
 def _named(outputs: Any) -> dict[str, Any]:
@@ -125,13 +127,9 @@ def _named(outputs: Any) -> dict[str, Any]:
     return dict(leaves_of(outputs, name))
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 def rms(value: torch.Tensor, reference: torch.Tensor) -> float:
     """The root mean square of a difference, where both are finite."""
-    distance = (widen(value) - widen(reference)).abs().nan_to_num(0.0, 0.0, 0.0)
+    distance = (widen(value.detach()) - widen(reference.detach())).abs().nan_to_num(0.0, 0.0, 0.0)
     return float(distance.square().mean().sqrt()) if distance.numel() else 0.0
 
 

@@ -42,6 +42,11 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_WIDE[tensor.dtype]) if tensor.dtype in _WIDE else tensor
 
 
+def is_rounded(value: Any) -> bool:
+    """Whether a value is a tensor of numbers that are rounded: floating point or complex."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 class Nudge:
     """Multiplies tensors by one plus a small random step; cheap, since it reuses its random numbers."""
 
@@ -109,7 +114,7 @@ class Arithmetic(TorchDispatchMode):
 
     def _nudged(self, args: Any, kwargs: Any, written: set[int]) -> tuple[Any, Any]:
         def nudge(t: torch.Tensor) -> torch.Tensor:
-            if not (t.is_floating_point() or t.is_complex()) or id(t) in written or t.numel() == 0:
+            if not is_rounded(t) or id(t) in written or t.numel() == 0:
                 return t
             assert self.nudge is not None
             return self.nudge(t).to(t.dtype)
@@ -156,12 +161,11 @@ def spread(run: Run, base: Sequence[Any], seed: int, *, wide: bool = True, step:
     """Per result of `run`, how far each element moves per unit of relative rounding of every operand on the way: the
     root mean square over several runs with all operands nudged by normally distributed steps. The step is √u, where
     the first-order effect stands furthest above both the rounding below it and the second order above it."""
-    sums: list[Any] = [torch.zeros_like(b.abs()) if isinstance(b, torch.Tensor) else None for b in base]
+    sums: list[Any] = [torch.zeros_like(b.abs()) if is_rounded(b) else None for b in base]
     for i in range(PROBES):
         with Arithmetic(wide=wide, nudge=Nudge(step, seed + i)):
             moved = run()
         for k, (b, m) in enumerate(zip(base, moved, strict=True)):
             if sums[k] is not None and isinstance(m, torch.Tensor) and m.shape == b.shape:
-                distance = (m - b).abs().nan_to_num(0.0, 0.0, 0.0) if b.is_floating_point() or b.is_complex() else 0
-                sums[k] = sums[k] + (distance / step) ** 2
+                sums[k] += ((m - b).abs().nan_to_num(0.0, 0.0, 0.0) / step) ** 2
     return [None if s is None else (s / PROBES).sqrt() for s in sums]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from refold.verifying.arithmetic import PROBES, slack
+from refold.verifying.arithmetic import PROBES, is_rounded, slack
 from refold.verifying.leaves import leaves_of
 
 Bounds = Callable[[], list[Any]]
@@ -43,15 +43,11 @@ def compare(old: list[Any], new: list[Any], bounds: Bounds) -> Difference:
         sentence = differ_in_kind(a, b)
         if sentence:
             return Difference(sentence)
-    places = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if _is_float(a) and not _equal(a, b)]
+    places = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if is_rounded(a) and not _equal(a, b)]
     if not places:
         return Difference()
     allowed = bounds()
     return max((_distance(old[i], new[i], allowed[i]) for i in places), key=lambda d: d.ratio)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -70,7 +66,7 @@ def differ_in_kind(a: Any, b: Any) -> str:
         return f"it gives {b.dtype} instead of {a.dtype}"
     if torch.equal(a, b):
         return ""
-    if not _is_float(a):
+    if not is_rounded(a):
         return f"{int((a != b).sum())} of {a.numel()} integers or booleans differ"
     if all_finite(a) and all_finite(b):
         return ""
@@ -98,7 +94,7 @@ def pooled(old: list[Any], new: list[Any], moved: list[Any], unit: float) -> Dif
     moves it. Many numbers together need less slack than each alone, so this sees what the single elements cannot."""
     found = [Difference()]
     for a, b, m in zip(old, new, moved, strict=True):
-        if m is None or not _is_float(a) or a.numel() == 0:
+        if m is None or not is_rounded(a) or a.numel() == 0:
             continue
         distance = (a - b).abs().nan_to_num(0.0, 0.0, 0.0)
         for dim in range(a.dim()):

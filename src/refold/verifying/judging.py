@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from refold.verifying.arithmetic import SLACK, UNIT, Arithmetic, spread
+from refold.verifying.calls import quietly
 from refold.verifying.comparing import Difference, compare, flat, pooled
 from refold.verifying.drawing import Values, draws
 from refold.verifying.exact import Origins
@@ -154,7 +155,7 @@ class Judge:
         """The results, and after them the inputs that the run wrote into."""
         own = map_tensors(list(inputs.values()), torch.Tensor.clone)
         seeded(self.seed)
-        results = flat(module(*own))
+        results = flat(quietly(module, *own))
         return results + flat(own)
 
     # --- saying it ---------------------------------------------------------------------------------------------------
@@ -194,4 +195,6 @@ def _bound(unit: float, old_moves: Any, new_moves: Any, old: Any, new: Any) -> A
 
 
 def _allowed(value: Any, bound: float) -> Any:
-    return torch.full_like(value.abs(), bound, dtype=torch.float64) if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return torch.full(value.shape, bound, dtype=torch.float64, device=value.device)

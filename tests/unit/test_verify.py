@@ -1,0 +1,366 @@
+"""`verify` never blames a right rewrite and never lets a planted defect pass; everything else it meets, it says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import GraphModule, symbolic_trace
+from verify_models import ALL, DEFECTS, DTYPES, MODELS, Dead, Divide, ForeignFold, MappedFold, Merge, build
+
+import refold
+from refold.history import history
+from refold.transformation import Transformation
+from refold.verify import OutputReference, Verification, verify, verify_last
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _names(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- both error rates -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_names)
+@pytest.mark.parametrize("family", MODELS)
+def test_no_alarm_on_right_rewrites(family: str, dtype: torch.dtype):
+    for seed in range(2):
+        gm, x = build(family, dtype, seed)
+        refold.compose(*ALL)(gm)
+        assert len(history(gm)) >= 3
+        found = verify(gm, x, seed=seed)
+        assert found.right, f"seed {seed}: {found}"
+        assert len(found.sites) >= 3 and found.grade in ("bit-identical", "same error class"), str(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_names)
+def test_no_alarm_on_right_folds_of_somebody_else(dtype: torch.dtype):
+    for make in (ForeignFold, MappedFold, Divide):
+        gm, x = build("conv", dtype, 1)
+        rewrite = make()
+        rewrite(gm)
+        for known in ([], [rewrite]):
+            found = verify(gm, x, transformations=known)
+            assert found.right and found.sites, str(found)
+    gm, x = build("attention", dtype, 1)
+    assert verify(Merge()(gm), x).right
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=_names)
+@pytest.mark.parametrize(("name", "family", "make"), DEFECTS, ids=[d[0] for d in DEFECTS])
+def test_every_planted_defect_is_caught(name: str, family: str, make, dtype: torch.dtype):
+    for seed in range(2):
+        gm, x = build(family, dtype, seed)
+        if "bias not scaled" in name and gm.conv.bias is None:
+            gm.conv.bias = nn.Parameter(torch.randn(6).to(dtype))
+        rewrite = make()
+        rewrite(gm)
+        assert len(history(gm)) == 1
+        found = verify(gm, x, transformations=[rewrite], seed=seed)
+        assert not found.right and not found, f"{name}, seed {seed}: {found}"
+        assert found.grade == "wrong" and "wrong" in found.sentence.lower()
+
+
+def test_a_dead_relu_hides_nothing():
+    torch.manual_seed(0)
+    model = Dead(torch.Generator().manual_seed(0), 0.1).eval()
+    gm, x = symbolic_trace(model), torch.randn(2, 3, 6, 6)
+    expected = model(x)
+    rewrite = ForeignFold("bias not scaled")
+    rewrite(gm)
+    assert torch.equal(gm(x), expected)  # end to end nothing is to be seen
+    assert not verify(gm, x, transformations=[rewrite]).right
+
+
+def test_weights_that_are_not_what_their_map_says_are_caught_with_the_original():
+    gm, x = build("conv", torch.float32, 0)
+    original = copy.deepcopy(gm)
+    MappedFold(stale=True)(gm)
+    found = verify(gm, x, original=original)
+    assert not found.right and "conv.weight" in found.sentence
+
+
+def test_merged_weights_overwritten_by_others_are_carried_back_and_right():
+    gm, x = build("attention", torch.float32, 0)
+    refold.MergeLinears()(gm)
+    with torch.no_grad():
+        for parameter in gm.parameters():
+            parameter.add_(0.1)
+    assert verify(gm, x).right
+
+
+def test_weights_trained_while_folded_are_right_up_to_the_rounding_of_carrying_them_back():
+    for dtype in DTYPES:
+        gm, x = build("conv", dtype, 3)
+        refold.FuseBatchNorm2dInConv2d()(gm)
+        with torch.no_grad():
+            gm.conv.weight.mul_(1.25).add_(0.01)
+        assert verify(gm, x).right
+
+
+def test_a_fold_that_overflows_is_wrong():
+    gm, x = build("conv", torch.float16, 0)
+    gm.norm.running_var = torch.full((6,), 1e-7).half()
+    gm.norm.eps = 0.0
+    gm.norm.weight.data.fill_(30000.0)
+    refold.FuseBatchNorm2dInConv2d()(gm)
+    found = verify(gm, x)
+    assert not found.right and "overflow" in found.sentence
+
+
+# --- what graphs hold -------------------------------------------------------------------------------------------------
+
+
+class Rewrite(Transformation):
+    """A transformation made of a function."""
+
+    def __init__(self, edit) -> None:
+        self.edit = edit
+
+    @property
+    def signature(self) -> int:
+        return hash(self.edit.__name__)
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        self.edit(graph_module)
+        return graph_module
+
+
+def _apply(model: nn.Module, edit) -> GraphModule:
+    gm = symbolic_trace(model)
+    Rewrite(edit)(gm)
+    assert history(gm)
+    return gm
+
+
+def _node(gm: GraphModule, target) -> torch.fx.Node:
+    return next(n for n in gm.graph.nodes if n.target == target)
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return torch.exp(x).sum(-1) + torch.exp(x).mean(-1)
+
+
+def test_values_that_one_side_shares_are_recomputed_inside():
+    def share(gm):
+        first, second = [n for n in gm.graph.nodes if n.target is torch.exp]
+        second.replace_all_uses_with(first)
+        gm.graph.erase_node(second)
+
+    assert verify(_apply(Twice(), share), torch.randn(2, 3)).grade == "bit-identical"
+
+
+class TwoRelus(nn.Module):
+    def forward(self, x):
+        return torch.relu(torch.relu(x)) * 2
+
+
+def test_a_rewrite_that_rests_on_what_its_input_can_be_is_right():
+    def drop(gm):
+        second = [n for n in gm.graph.nodes if n.target is torch.relu][1]
+        second.replace_all_uses_with(second.args[0])
+        gm.graph.erase_node(second)
+
+    assert verify(_apply(TwoRelus(), drop), torch.randn(3, 4)).right
+
+
+def test_a_rewrite_that_rests_on_the_example_is_wrong():
+    class One(nn.Module):
+        def forward(self, x):
+            return torch.relu(x) * 2
+
+    def drop(gm):
+        node = _node(gm, torch.relu)
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+    found = verify(_apply(One(), drop), torch.rand(3, 4))
+    assert not found.right and all(o.grade == "bit-identical" for o in found.outputs)
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y.add_(1)
+        return y.mul(3), y
+
+
+def test_in_place_writes_are_compared():
+    def other(gm):
+        _node(gm, "add_").args = (_node(gm, operator.mul), 1.5)
+
+    def same(gm):
+        _node(gm, "mul").args = (_node(gm, operator.mul), 3.0)
+
+    assert not verify(_apply(InPlace(), other), torch.randn(3)).right
+    assert verify(_apply(InPlace(), same), torch.randn(3)).right
+
+
+def test_moving_a_read_across_a_write_is_wrong():
+    class Read(nn.Module):
+        def forward(self, x):
+            y = x * 1
+            before = y + 0
+            y.add_(1)
+            return before + y
+
+    def move(gm):
+        _node(gm, "add_").append(_node(gm, operator.add))
+
+    assert not verify(_apply(Read(), move), torch.randn(3)).right
+
+
+def test_integers_masks_and_nothing_are_compared_exactly():
+    class Ints(nn.Module):
+        def forward(self, x, ids=None, scale=2):
+            return {"ids": ids + 1, "mask": x > 0.1, "none": None, "size": x.size(0), "y": (x * scale, [x])}
+
+    def other(gm):
+        _node(gm, operator.add).args = (_node(gm, "ids"), 2)
+
+    def threshold(gm):
+        _node(gm, operator.gt).args = (_node(gm, "x"), 0.1000001)
+
+    inputs = {"x": torch.randn(4, 5), "ids": torch.arange(4)}
+    assert not verify(_apply(Ints(), other), inputs).right
+    assert verify(_apply(Ints(), _retype), inputs).right
+    gm = _apply(Ints(), threshold)
+    assert verify(gm, {"x": torch.tensor([[0.10000005]]), "ids": torch.arange(1)}).right is False  # a mask that differs
+
+
+def _retype(gm: GraphModule) -> None:
+    _node(gm, operator.mul).target = torch.mul
+
+
+def test_random_numbers_are_drawn_alike():
+    class Drop(nn.Module):
+        def forward(self, x):
+            return F.dropout(x * 2, 0.5, True) / 8
+
+    gm = symbolic_trace(Drop().train())
+    refold.ChangeTrueDivToMulByInverse()(gm)
+    x, state = torch.randn(4, 4), torch.get_rng_state()
+    assert verify(gm, x).grade == "bit-identical"
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_another_shape_dtype_or_structure_is_wrong():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return torch.relu(x)
+
+    def cast(gm):
+        with gm.graph.inserting_before(_node(gm, "output")):
+            wide = gm.graph.call_method("double", (_node(gm, torch.relu),))
+        _node(gm, "output").args = (wide,)
+
+    def flatten(gm):
+        _node(gm, torch.relu).target = torch.flatten
+
+    def wrap(gm):
+        _node(gm, "output").args = ((_node(gm, torch.relu),),)
+
+    assert "float64" in verify(_apply(Plain(), cast), torch.randn(2, 3)).sentence
+    assert "shape" in verify(_apply(Plain(), flatten), torch.randn(2, 3)).sentence
+    assert "structure" in verify(_apply(Plain(), wrap), torch.randn(2, 3)).sentence
+
+
+# --- blame ------------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_that_the_original_cannot_take_are_not_blamed_on_the_rewrite():
+    gm, x = build("mlp", torch.float32, 0)
+    refold.FuseBatchNorm1dInLinear()(gm)
+    found = verify(gm, torch.randn(4, 9))
+    assert found.right and any("original itself fails" in note for note in found.notes)
+    assert verify(gm, [x, torch.randn(4, 9)]).notes
+
+
+def test_a_rewrite_that_raises_where_the_original_does_not_is_wrong():
+    def broken(gm):
+        _node(gm, operator.truediv).args = (_node(gm, operator.truediv).args[0], torch.ones(17))
+
+    gm, x = build("mlp", torch.float32, 0)
+    Rewrite(broken)(gm)
+    found = verify(gm, x)
+    assert not found.right and "raises" in str(found)
+
+
+def test_nothing_rewritten_is_right_and_bit_identical():
+    gm, x = build("mlp", torch.float32, 0)
+    found = verify(gm, x)
+    assert found.right and found.grade == "bit-identical" and not found.sites
+
+
+def test_nothing_is_touched():
+    gm, x = build("attention", torch.float32, 0)
+    refold.MergeLinears()(gm)
+    places = {name: p.data_ptr() for name, p in gm.named_parameters()}
+    bits = {name: p.clone() for name, p in gm.named_parameters()}
+    objects, past, code = dict(gm.named_parameters()), history(gm), gm.code
+    given = x.clone()
+    verify(gm, x)
+    assert history(gm) is past and gm.code == code and torch.equal(x, given)
+    for name, parameter in gm.named_parameters():
+        assert parameter is objects[name] and parameter.data_ptr() == places[name]
+        assert torch.equal(parameter, bits[name])
+
+
+def test_the_eager_model_keeps_sharing_its_memory_with_the_merged_one():
+    torch.manual_seed(0)
+    model = MODELS["attention"][0](torch.Generator()).eval()
+    gm = symbolic_trace(model)
+    refold.MergeLinears()(gm)
+    before = model.q.weight.untyped_storage().data_ptr()
+    verify(gm, torch.randn(2, 5, 8))
+    assert model.q.weight.untyped_storage().data_ptr() == before
+
+
+# --- accuracy and form ------------------------------------------------------------------------------------------------
+
+
+def test_the_latest_changes_alone():
+    gm, x = build("conv", torch.float32, 0)
+    ForeignFold("no shift")(gm)
+    before = copy.deepcopy(gm)
+    refold.ChangeTrueDivToMulByInverse()(gm)
+    assert verify_last(gm, x).right and verify_last(gm, x, before=before).right
+    assert not verify_last(gm, x, 2).right
+
+
+def test_outputs_are_graded_by_what_rounding_does_to_the_original():
+    gm, x = build("mlp", torch.float32, 0)
+    reference = OutputReference.of(gm, x)
+    y = gm(x).detach()
+    assert reference.grade(y).grade == "bit-identical"
+    assert reference.grade(y * (1 + torch.finfo(y.dtype).eps)).grade == "same error class"
+    worse = reference.grade(y * 1.001)
+    assert worse.grade == "worse" and not worse.acceptable and "rounding" in worse.outputs[0].sentence
+    broken = y.clone()
+    broken[0, 0] = torch.nan
+    assert reference.grade(broken).grade == "worse"
+    assert reference.grade((y, y)).grade == "worse"
+
+
+def test_it_can_be_read():
+    gm, x = build("conv", torch.float32, 0)
+    refold.compose(*ALL)(gm)
+    found = verify(gm, x)
+    assert isinstance(found, Verification) and bool(found)
+    text = json.dumps(found.to_dict())
+    assert '"right": true' in text and found.sites[0].site in str(found)
+    assert found._repr_html_().startswith("<table>") and found.summary().ok
