@@ -60,6 +60,15 @@ def choose(
     return Choice(name, contenders[name], follows, comparison, left_out, grades)
 
 
+def _why_not_now(name: str, level: str, budget: Budget) -> str | None:
+    """Why there is no time for an executor. Autotuning takes minutes, and little of it is left once graphs are replayed."""
+    if budget.left <= 0:
+        return "the time budget was spent"
+    if "autotune" in name and level != "max":
+        return "autotuning takes minutes; level='max' tries it"
+    return None
+
+
 def _available(name: str, device: torch.device) -> Executor:
     executor = executor_named(name)
     reason = executor.available(device)
@@ -83,8 +92,9 @@ def _prepare(
     grades: dict[str, str] = {}
     for i, (name, executor) in enumerate(wanted.items()):
         tell(f"preparing {name}", 0.9 * i / len(wanted))
-        if ready and budget.left <= 0:
-            left_out[name] = "the time budget was spent"
+        reason = _why_not_now(name, level, budget)
+        if ready and reason is not None:
+            left_out[name] = reason
             continue
         try:
             run = executor.prepare(module, args, kwargs)
