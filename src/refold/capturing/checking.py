@@ -45,8 +45,8 @@ def compare(model: nn.Module, captured: nn.Module, calling: Calling, leaves: Seq
 def _only_kernels_differ(
     model: nn.Module, captured: nn.Module, calling: Calling, leaves: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether both agree bit for bit once attention runs on the same kernel. Tracing makes masks explicit that the eager
-    model leaves out, and on a GPU torch picks the attention kernel by whether there is a mask."""
+    """Whether both agree bit for bit once attention runs on the same kernel. Tracing makes masks explicit that the
+    eager model leaves out, and on a GPU torch picks the attention kernel by whether there is a mask."""
     if not any(leaf.is_cuda for leaf in leaves):
         return False
     with sdpa_kernel(SDPBackend.MATH):

@@ -61,7 +61,7 @@ def choose(
 
 
 def _why_not_now(name: str, level: str, budget: Budget) -> str | None:
-    """Why there is no time for an executor. Autotuning takes minutes, and little of it is left once graphs are replayed."""
+    """Why there is no time for an executor. Autotuning takes minutes, and gains little once graphs are replayed."""
     if budget.left <= 0:
         return "the time budget was spent"
     if "autotune" in name and level != "max":
