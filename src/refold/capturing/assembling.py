@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from refold.capturing.effects import has_effect
 from refold.capturing.module import Captured, empty_captured
 
 
@@ -31,23 +32,13 @@ def assemble(
 def _tidy(graph: fx.Graph) -> None:
     """Drop what nobody reads any more and put every get_attr right before its first use, where re-tracing puts it."""
     for node in reversed(list(graph.nodes)):
-        unread = not node.users and node.op not in ("placeholder", "output", "call_module")
-        if unread and not _has_effect(node):
+        if not node.users and node.op not in ("placeholder", "output") and not has_effect(node):
             graph.erase_node(node)
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.find_nodes(op="get_attr")):
         first = min(node.users, key=lambda user: order[user])
         if first is not node.next:
             first.prepend(node)
-
-
-def _has_effect(node: fx.Node) -> bool:
-    if node.op == "get_attr" or isinstance(node.target, type):
-        return False
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return not getattr(node.target, "__module__", "").startswith(("_operator", "math", "builtins", "torch"))
-    return schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
 
 
 def _add_modules(

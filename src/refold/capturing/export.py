@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any, Literal
 
 import torch
@@ -61,7 +62,8 @@ def export(model: nn.Module, calling: Calling, leaves: Sequence[torch.Tensor], s
     result = Result()
     adapter = Adapter(model, calling, result)
     copies = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves)
-    with torch.inference_mode(False), torch.enable_grad(), size_one_stays_open():
+    # torch writes half-made graphs and warnings to stderr on its own; what matters of them is in the exception
+    with redirect_stderr(io.StringIO()), torch.inference_mode(False), torch.enable_grad(), size_one_stays_open():
         program = torch.export.export(adapter, copies, strict=False, dynamic_shapes=(shapes,) if shapes else None)
     guards = tuple(g for g in getattr(program, "_guards_code", ()) if "leaves" in g)
     return Exported(program, result.tree, tuple(result.left_out), "model", guards)

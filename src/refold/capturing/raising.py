@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from refold.capturing.effects import has_effect
+
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity)
 
 
@@ -81,7 +83,7 @@ def _raise_call(
 ) -> None:
     members = set(nodes)
     outputs = [n for n in nodes if any(u not in members for u in n.users)]
-    if not outputs and not any(_has_effect(n) for n in nodes):
+    if not outputs and not any(has_effect(n) for n in nodes):
         _erase(graph, nodes)
         raised.dead.append(path)
         return
@@ -107,14 +109,6 @@ def _outer_inputs(nodes: Iterable[fx.Node], members: set[fx.Node]) -> list[fx.No
 
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) or node.op == "get_attr"
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Whether running it changes anything but its result: a write, or a step of the random generator."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return not isinstance(node.target, type(operator.getitem))
-    return schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
 
 
 def _why_not(module: nn.Module, nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> str:
