@@ -115,3 +115,58 @@ def positions() -> Example:
 def rotary() -> Example:
     """A table made from a buffer."""
     return exported(seeded(lambda: (Rotary(), (torch.randn(2, 3, 4),))))
+
+
+class NormsBehind(nn.Module):
+    """Convolutions of all kinds with batch norms behind them, for inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Sequential(nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU())
+        self.grow = nn.Sequential(nn.ConvTranspose1d(4, 6, 2, stride=2, groups=2, bias=False), nn.BatchNorm1d(6))
+        self.cube = nn.Sequential(nn.Conv3d(3, 2, 1), nn.BatchNorm3d(2, affine=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cube = self.cube(x.reshape(2, 3, 2, 2, 1))
+        return self.grow(self.line(x)).sum(1) + cube.flatten(1)
+
+
+class NormsBefore(nn.Module):
+    """Batch norms before layers that pad nothing, for inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 2, bias=False))
+        self.mirrored = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect"))
+        self.linear = nn.Sequential(nn.BatchNorm1d(12), nn.Linear(12, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.mirrored(self.conv(x).relu()).flatten(1))
+
+
+class NormOfRows(nn.Module):
+    """A linear layer over positions, and a batch norm over them as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4, bias=False)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return self.norm(y.flatten(0, 1)).reshape_as(y)
+
+
+def norms_behind() -> Example:
+    """Batch norms behind convolutions."""
+    return seeded(lambda: (NormsBehind().eval(), (torch.randn(2, 3, 4),)))
+
+
+def norms_before() -> Example:
+    """Batch norms before layers."""
+    return seeded(lambda: (NormsBefore().eval(), (torch.randn(2, 3, 3, 3),)))
+
+
+def norm_of_rows() -> Example:
+    """A batch norm over rows."""
+    return exported(seeded(lambda: (NormOfRows().eval(), (torch.randn(2, 5, 3),))))

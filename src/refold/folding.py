@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.fx import Node
@@ -31,8 +33,18 @@ def why_not_foldable(view: GraphView, linear: Call, norm: Call, first: Call) -> 
     return None
 
 
-def fold(edit: Editor, linear: Call, norm: Call, *, channel: int, keep: str, guard: bool = False) -> Node:
-    """Fold a batch norm into a linear map and take it out of the graph; the node that now computes both."""
+def fold(
+    edit: Editor,
+    linear: Call,
+    norm: Call,
+    *,
+    channel: int,
+    keep: str,
+    guard: bool = False,
+    kind: Callable[..., FoldBatchNorm] = FoldBatchNorm,
+) -> Node:
+    """Fold a batch norm into a linear map and take it out of the graph; the node that now computes both. `kind` makes
+    the weight map, for weights that are laid out in another way."""
     first = "linear" if norm.input is linear.node else "norm"
     names = {role: operand.name for role, operand in linear.operands.items()}
     sources = names | {role: operand.name for role, operand in norm.operands.items()}
@@ -42,7 +54,7 @@ def fold(edit: Editor, linear: Call, norm: Call, *, channel: int, keep: str, gua
     targets = {"weight": names["weight"], "bias": bias}
     if guard:
         targets |= {role: edit.free_path(f"{inside}{role}") for role in ("scale", "shift")}
-    operation = FoldBatchNorm(float(norm.settings["eps"]), channel, first, guard)
+    operation = kind(float(norm.settings["eps"]), channel, first, guard)
     new = edit.map_weights(operation, sources, targets, keep)
     _install(edit, linear, norm, new, targets, guard)
     _take_out(edit, linear, norm, first)

@@ -324,6 +324,22 @@ def match_conv(view: GraphView, node: Node, dims: int = 2) -> Match:
     return _function_call(view, node, _CONV_NAMES, roles)
 
 
+_TRANSPOSED_NAMES = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_TRANSPOSED: dict[Any, int] = {F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3}
+_TRANSPOSED |= {aten.conv_transpose1d.default: 1, aten.conv_transpose2d.input: 2, aten.conv_transpose3d.input: 3}
+_TRANSPOSED_MODULES: dict[int, type[nn.Module]] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+
+
+def match_conv_transpose(view: GraphView, node: Node, dims: int = 2) -> Match:
+    """A transposed convolution; the output channel is the weight's second axis, for each group anew."""
+    roles = {"weight": "weight", "bias": "bias"}
+    if node.op == "call_module":
+        return _module_call(view, node, (_TRANSPOSED_MODULES[dims],), roles)
+    if node.op != "call_function" or _TRANSPOSED.get(node.target) != dims:
+        return None
+    return _function_call(view, node, _TRANSPOSED_NAMES, roles)
+
+
 # --- batch norm --------------------------------------------------------------------------------------------------
 
 _BN_MODULES: dict[int, type[nn.Module]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

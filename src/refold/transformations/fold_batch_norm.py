@@ -1,0 +1,255 @@
+"""FoldBatchNorm: a batch norm beside any convolution or linear layer becomes part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from torch.fx import Node
+
+from refold.attention import same_size
+from refold.edit import Editor
+from refold.folding import fold, why_not_foldable
+from refold.match import (
+    Call,
+    GraphView,
+    Match,
+    example_value,
+    match_batch_norm,
+    match_conv,
+    match_conv_transpose,
+    match_linear,
+    rank_of,
+)
+from refold.operations.batch_norm import FoldBatchNorm as FoldMap
+from refold.purity import name_of
+from refold.rewrite import Example, Rewrite, Site, Skip
+from refold.weight_operations import FoldBatchNormBeforeConvolution, FoldBatchNormInTransposed
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A batch norm and the layer it goes into: how they stand, and for convolutions over how many dimensions."""
+
+    layer: Call
+    norm: Call
+    place: str
+    """'behind' the layer, 'before' it, or 'flattened': behind it with a reshape to rows in between."""
+    kind: str
+    dims: int = 0
+
+    @property
+    def features(self) -> int:
+        """The channels of the layer that the batch norm must have."""
+        if self.kind == "transposed":
+            return int(self.layer.weight.shape[1] * self.groups)
+        return int(self.layer.weight.shape[1 if self.place == "before" else 0])
+
+    @property
+    def groups(self) -> int:
+        """The groups of the convolution."""
+        return int(self.layer.settings.get("groups", 1))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FoldBatchNorm(Rewrite):
+    """Fold batch norms into the convolutions (plain and transposed, over 1 to 3 dimensions) and linear layers beside
+    them. With `s = γ/√(σ²+ε)` and `t = β − s·μ`:
+
+    behind the layer:  `W' = s·W`, `b' = s·b + t`      (s runs over the output channels);
+    before the layer:  `W' = W·s`, `b' = b + Σ W·t`    (s runs over the input channels).
+
+    Before a convolution this is exact only where nothing is padded with zeros, since the zeros were not normalised.
+    Behind a linear layer, a reshape to rows between the two is seen through. Computed in float64 and rounded once; the
+    originals come back by `W = W'/s` and a stored correction, bit for bit.
+    """
+
+    kind: ClassVar[str] = "parametric"
+    keep: str = "correction"
+
+    @classmethod
+    def examples(cls) -> Iterable[Example]:
+        from refold import examples
+
+        return [examples.norms_behind(), examples.norms_before(), examples.norm_of_rows()]
+
+    def find(self, view: GraphView) -> Iterator[Site | Skip]:
+        taken: set[Node] = set()
+        for node in view.nodes:
+            norm = _match_norm(view, node)
+            if norm is None:
+                continue
+            if isinstance(norm, str):
+                yield Skip(node, norm)
+                continue
+            chosen = self._choose(view, norm, taken)
+            if isinstance(chosen, str):
+                yield Skip(node, chosen)
+                continue
+            taken |= {chosen.layer.node, node}
+            yield Site((chosen.layer.node, node), f"folded {node.name} into {chosen.layer.node.name}", chosen)
+
+    def _choose(self, view: GraphView, norm: Call, taken: set[Node]) -> Pair | str:
+        """The layer that a batch norm goes into, or why there is none, as a sentence."""
+        reasons: list[str] = []
+        for pair in _neighbours(view, norm):
+            reason = pair if isinstance(pair, str) else _why_not(view, pair)
+            if isinstance(pair, Pair) and pair.layer.node in taken:
+                reason = "its neighbour is folded already"  # the next round sees it again
+            if reason is None and isinstance(pair, Pair):
+                return pair
+            reasons.append(str(reason))
+        return reasons[0] if reasons else "no convolution or linear layer stands directly before or behind it"
+
+    def rewrite(self, site: Site, edit: Editor) -> None:
+        pair: Pair = site.detail
+        norm = pair.norm
+        if pair.place == "flattened":  # the rows take the norm's place, so that it stands behind the layer itself
+            norm.node.replace_all_uses_with(norm.input, propagate_meta=False)
+            norm.node.replace_input_with(norm.input, pair.layer.node)
+            norm = replace(norm, input=pair.layer.node)
+        channel = 1 if pair.place == "before" else 0
+        guard = pair.kind == "linear" and pair.place != "flattened" and rank_of(norm.input) is None
+        kind = _weight_map(pair)
+        self.mark_as_transformed(fold(edit, pair.layer, norm, channel=channel, keep=self.keep, guard=guard, kind=kind))
+
+
+def _weight_map(pair: Pair) -> Any:
+    if pair.kind == "transposed":
+        return partial(FoldBatchNormInTransposed, groups=pair.groups)
+    if pair.kind == "conv" and pair.place == "before":
+        return partial(FoldBatchNormBeforeConvolution, dims=pair.dims)
+    return FoldMap
+
+
+def _match_norm(view: GraphView, node: Node) -> Match:
+    found = (match_batch_norm(view, node, dims) for dims in (1, 2, 3))
+    return next((norm for norm in found if norm is not None), None)
+
+
+def _neighbours(view: GraphView, norm: Call) -> Iterator[Pair | str]:
+    yield from _layers(view, norm.input, norm, "behind")
+    source = norm.input.args[0] if norm.input.args else None
+    if name_of(norm.input) in ("flatten", "view", "reshape") and isinstance(source, Node):
+        yield from _rows_of(view, source, norm)
+    if len(norm.node.users) == 1:
+        yield from _layers(view, next(iter(norm.node.users)), norm, "before")
+
+
+def _layers(view: GraphView, node: Node, norm: Call, place: str) -> Iterator[Pair | str]:
+    matches: list[tuple[str, int, Match]] = [("linear", 0, match_linear(view, node))]
+    matches += [("conv", dims, match_conv(view, node, dims)) for dims in (1, 2, 3)]
+    matches += [("transposed", dims, match_conv_transpose(view, node, dims)) for dims in (1, 2, 3)]
+    for kind, dims, call in matches:
+        if isinstance(call, str):
+            yield f"{node.name} is left alone: {call}"
+        elif call is not None:
+            yield Pair(_with_settings(view, call), norm, place, kind, dims)
+
+
+def _with_settings(view: GraphView, call: Call) -> Call:
+    """The call with groups and padding among its settings, also where a module holds them."""
+    if call.path is None:
+        return call
+    module: Any = view.module(call.path)
+    names = ("groups", "padding", "padding_mode")
+    return replace(call, settings={name: getattr(module, name) for name in names if hasattr(module, name)})
+
+
+def _rows_of(view: GraphView, source: Node, norm: Call) -> Iterator[Pair | str]:
+    """A linear layer whose output is made one row for each place before it is normalised."""
+    call = match_linear(view, source)
+    if not isinstance(call, Call):
+        return
+    before, after = example_value(source), example_value(norm.input)
+    if before is None or after is None or after.dim() != 2 or not same_size(before.shape[-1], after.shape[-1]):
+        yield "the reshape between it and the linear layer is not surely one to rows"
+    else:
+        yield Pair(call, norm, "flattened", "linear")
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+def _why_not(view: GraphView, pair: Pair) -> str | None:
+    reason = _why_not_exact(view, pair)
+    if reason is not None:
+        return reason
+    if pair.norm.operands["running_var"].tensor.numel() != pair.features:
+        return "it has another number of channels than the layer beside it"
+    if pair.place == "flattened":
+        return _why_read_elsewhere(pair) or _why_not_own(view, pair)
+    return why_not_foldable(view, pair.layer, pair.norm, first=pair.norm if pair.place == "before" else pair.layer)
+
+
+def _why_not_exact(view: GraphView, pair: Pair) -> str | None:
+    rank = rank_of(pair.norm.input)
+    if pair.kind == "linear":
+        return None if pair.place == "flattened" else _why_not_linear(pair, rank)
+    if rank is not None and rank != pair.dims + 2:
+        return f"it runs over axis 1 of a {rank}-D value, which is not the channel axis of the convolution"
+    if rank is None and pair.norm.path is None:
+        return "the rank of its input is not known"
+    return _why_not_before(pair) if pair.place == "before" else None
+
+
+def _why_not_linear(pair: Pair, rank: int | None) -> str | None:
+    if rank is not None and rank != 2:
+        return f"it runs over axis 1 of a {rank}-D value, and the linear layer over the last"
+    gamma = pair.norm.operands.get("gamma")
+    if rank is None and gamma is not None and not gamma.tensor.is_meta and bool((gamma.tensor == 0).any()):
+        return "the rank of its input is not known, and one of its scales is 0"
+    return _why_not_input(pair) if pair.place == "before" else None
+
+
+def _why_not_before(pair: Pair) -> str | None:
+    if pair.kind == "transposed":
+        return (
+            "at its borders a transposed convolution adds up fewer products, so a shift before it is no bias behind it"
+        )
+    padding, mode = pair.layer.settings.get("padding", 0), pair.layer.settings.get("padding_mode", "zeros")
+    padded = padding != "valid" if isinstance(padding, str) else any(_as_list(padding))
+    if padded and mode == "zeros":
+        return "the convolution behind it pads with zeros, which were not normalised"
+    if pair.groups != 1:
+        return "the convolution behind it is grouped"
+    return _why_not_input(pair)
+
+
+def _why_not_input(pair: Pair) -> str | None:
+    return None if pair.layer.input is pair.norm.node else "it is not the input of the layer behind it"
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+_READS_SHAPE = {"reshape_as": 1, "view_as": 1, "expand_as": 1, "sym_size": 0, "size": 0}
+
+
+def _why_read_elsewhere(pair: Pair) -> str | None:
+    """The layer's output may be read by the rows, and by calls that look at its shape only."""
+    node, rows = pair.layer.node, pair.norm.input
+    if list(rows.users) != [pair.norm.node]:
+        return f"{rows.name} is also read by others"
+    for user in node.users:
+        place = _READS_SHAPE.get(name_of(user))
+        only_shape = place is not None and [i for i, a in enumerate(user.args) if a is node] == [place]
+        if user is not rows and not only_shape:
+            return f"the output of {node.name} is also read by {user.name}"
+    return None
+
+
+def _why_not_own(view: GraphView, pair: Pair) -> str | None:
+    """The shared check, with the reshape taken for the layer's own."""
+    reason = view.why_shared(pair.layer) or view.why_shared(pair.norm)
+    if reason is not None:
+        return reason
+    gamma = pair.norm.operands.get("gamma")
+    if pair.norm.operands["running_var"].tensor.device != pair.layer.weight.device:
+        return "it and its layer are on different devices"
+    if gamma is not None and gamma.tensor.requires_grad and not pair.layer.weight.requires_grad:
+        return "it is trainable while its layer is frozen"
+    return None
