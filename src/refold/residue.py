@@ -49,9 +49,9 @@ def apply_residue(predicted: torch.Tensor, residue: Residue) -> torch.Tensor:
     words = _ordered(predicted)
     words += small.to(words.dtype)
     words = _disordered(words)
-    where = torch.cumsum(_expand(residue.positions, torch.int64), 0)
+    where = torch.cumsum(_expand(residue.positions, torch.int64, count), 0)
     if where.numel():
-        words[where.to(words.device)] = _expand(residue.values, words.dtype).to(words.device)
+        words[where.to(words.device)] = _expand(residue.values, words.dtype, count).to(words.device)
     return words.view(predicted.dtype).reshape(predicted.shape)
 
 
@@ -88,7 +88,7 @@ def _pack(symbols: torch.Tensor) -> bytes:
 def _unpack(packed: bytes, count: int) -> torch.Tensor:
     if not packed:
         return torch.zeros(count, dtype=torch.int8)
-    body = torch.frombuffer(bytearray(zlib.decompress(packed, -15)), dtype=torch.uint8)
+    body = torch.frombuffer(_inflate(packed, -(-count // 5), -15), dtype=torch.uint8)
     digits = (body[:, None] // _PLACES) % 3
     return digits.reshape(-1)[:count].to(torch.int8) - 1
 
@@ -97,10 +97,20 @@ def _squeeze(values: torch.Tensor) -> bytes:
     return zlib.compress(_bytes(values.cpu()), 6) if values.numel() else b""
 
 
-def _expand(packed: bytes, dtype: torch.dtype) -> torch.Tensor:
+def _expand(packed: bytes, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """At most `count` numbers."""
     if not packed:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(zlib.decompress(packed)), dtype=dtype)
+    return torch.frombuffer(_inflate(packed, count * dtype.itemsize, 15), dtype=dtype)
+
+
+def _inflate(packed: bytes, limit: int, window: int) -> bytearray:
+    """Decompress at most that many bytes: a correction from a file may lie about its size."""
+    coder = zlib.decompressobj(window)
+    body = bytearray(coder.decompress(packed, limit))
+    if not coder.eof and coder.decompress(coder.unconsumed_tail, 1):
+        raise ValueError("a stored correction is longer than the weights that it corrects")
+    return body
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
