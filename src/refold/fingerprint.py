@@ -38,7 +38,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes in the order of its elements, as a flat uint8 tensor (a copy only where it must be)."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # a single element counts as contiguous whatever its stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def raw_bytes(flat: torch.Tensor) -> memoryview:

@@ -60,9 +60,9 @@ class Transformation(ABC):
 
     def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
         """The nodes that this transformation made or changed."""
-        signature, names = self.signature, _recorded_marks(graph_module, self.signature)
         nodes = check_graph_module(graph_module).graph.nodes
-        return [node for node in nodes if signature in node.meta.get(_MARK, ()) or node.name in names]
+        signature, recorded = self.signature, _recorded_marks(graph_module, self.signature)
+        return [node for node in nodes if _is_marked(node, signature, recorded)]
 
 
 class ReversibleTransformation(Transformation):
@@ -97,11 +97,13 @@ class ReversibleTransformation(Transformation):
 
 
 def _marked(node: Node, signature: int) -> bool:
-    marks = node.meta.get(_MARK, ())
-    if signature in marks or -signature in marks:
-        return signature in marks
     owner = node.graph.owning_module
-    return owner is not None and node.name in _recorded_marks(owner, signature)
+    return _is_marked(node, signature, frozenset() if owner is None else _recorded_marks(owner, signature))
+
+
+def _is_marked(node: Node, signature: int, recorded: frozenset[str]) -> bool:
+    marks = node.meta.get(_MARK, ())
+    return signature in marks or (node.name in recorded and -signature not in marks)
 
 
 def _recorded_marks(gm: GraphModule, signature: int) -> frozenset[str]:

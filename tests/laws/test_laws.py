@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import refold.transformations  # noqa: F401  (registers them)
+import refold.transformations
 from refold.rewrite import Rewrite, registered
 from refold.testing import LAWS, check_law, check_laws, check_new_process
 

@@ -44,25 +44,20 @@ class _Lines:
         return self
 
 
-def executed_lines(
-    call: Callable[[], object],
-    watched: Callable[[CodeType], bool],
-    *,
-    at: int | None = None,
-    error: type[BaseException] = Fault,
-) -> list[Line]:
-    """The lines of watched code that a call executes in this thread, in order; the one at a place raises instead."""
-    lines = _Lines(watched, at, error)
+def executed_lines(call: Callable[[], object], watched: Callable[[CodeType], bool]) -> list[Line]:
+    """The lines of watched code that a call executes in this thread, in order."""
+    lines = _Lines(watched, None, Fault)
+    _call_traced(call, lines)
+    return lines.seen
+
+
+def _call_traced(call: Callable[[], object], lines: _Lines) -> None:
     former = sys.gettrace()
     sys.settrace(lines)
     try:
         call()
-    except error:
-        if at is None:
-            raise
     finally:
         sys.settrace(former)
-    return lines.seen
 
 
 def of_refold(code: CodeType) -> bool:
@@ -101,33 +96,30 @@ def _check_call(
     error: type[BaseException],
     what: str,
 ) -> Iterator[str]:
-    probe = copy.deepcopy(gm)
-    total = executed_lines(lambda: call(probe), watched)
+    done = copy.deepcopy(gm)
+    total = executed_lines(lambda: call(done), watched)
     for place in chosen_places(total, most):
         file, number = total[place]
-        found = _trace_left(call, copy.deepcopy(gm), watched, place, error)
+        found = _trace_left(call, copy.deepcopy(gm), Portrait.of(done), _Lines(watched, place, error))
         if found:
             where = f"a fault at {Path(file).name}:{number} (line {place} of {len(total)})"
             yield f"{what}: {where} left {'; '.join(found)}"
 
 
-def _trace_left(
-    call: Callable[[GraphModule], object],
-    victim: GraphModule,
-    watched: Callable[[CodeType], bool],
-    place: int,
-    error: type[BaseException],
-) -> list[str]:
-    """What differs in a module after a call on it failed at a place."""
+def _trace_left(call: Callable[[GraphModule], object], victim: GraphModule, done: Portrait, lines: _Lines) -> list[str]:
+    """What differs in a module after a call on it failed at a line; after one that overcame the fault, what differs
+    from the call without a fault."""
     before, past = Portrait.of(victim), refold.history(victim)
     held = [*victim.parameters(), *victim.buffers()]  # only what lives must come back as the same object
-    seen = executed_lines(lambda: call(victim), watched, at=place, error=error)
-    found = before.differences(Portrait.of(victim), same_objects=True)
-    if (past and refold.history(victim) is not past) or (not past and refold.history(victim)):
-        found.append("another history")
-    if len(seen) <= place:
-        found.append(f"no fault: only {len(seen)} of {place} lines were executed with {len(held)} tensors")
-    return found
+    try:
+        _call_traced(lambda: call(victim), lines)
+    except BaseException:
+        found = before.differences(Portrait.of(victim), same_objects=True)
+        now = refold.history(victim)
+        return found if now is past or (not past and not now) else [*found, "another history"]
+    if lines.at is None or len(lines.seen) <= lines.at:
+        return [f"no fault: only {len(lines.seen)} of {lines.at} lines were executed, {len(held)} tensors held"]
+    return done.differences(Portrait.of(victim))
 
 
 def chosen_places(lines: list[Line], most: int | None) -> list[int]:

@@ -228,7 +228,7 @@ def l12_original_checkpoint_loads(t: Transformation, model: nn.Module, inputs: t
     if not hasattr(refold, "load_original_state_dict"):
         return
     refold.load_original_state_dict(gm, checkpoint)
-    given = refold.original_state_dict(gm)
+    given = refold.original_state_dict(gm)  # type: ignore[attr-defined]
     _require(list(given) == list(checkpoint), "the folded model gives a checkpoint with other names")
     wrong = [k for k, v in given.items() if not torch.equal(v, checkpoint[k])]
     _require(not wrong, f"loaded while folded, {', '.join(wrong)} come out with other bits")

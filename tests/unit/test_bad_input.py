@@ -1,0 +1,234 @@
+"""Every kind of bad input gets its own error, with a sentence, before anything is touched."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, symbolic_trace
+
+import refold
+from refold import ChangeTrueDivToMulByInverse, FuseBatchNorm2dInConv2d, FuseBiasInLinear, MergeLinears
+from refold.testing import Portrait, models
+
+ERRORS = [getattr(refold, name) for name in refold.__all__ if name[0].isupper()]
+
+
+def attention() -> GraphModule:
+    return symbolic_trace(models.attention()[0])
+
+
+def unchanged(before: Portrait, gm: nn.Module) -> bool:
+    return before.differences(Portrait.of(gm), same_objects=True) == []
+
+
+def test_every_error_is_a_refold_error() -> None:
+    errors = [e for e in ERRORS if isinstance(e, type) and issubclass(e, Exception)]
+    assert len(errors) >= 9 and all(issubclass(e, refold.RefoldError) for e in errors)
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(2, 2), "model", None, nn.Linear, GraphModule], ids=repr)
+def test_not_a_graph_module(thing: object) -> None:
+    calls = [
+        lambda: MergeLinears()(thing),  # type: ignore[arg-type]
+        lambda: MergeLinears()(thing, reverse=True),  # type: ignore[arg-type]
+        lambda: refold.compose(MergeLinears())(thing),  # type: ignore[arg-type]
+        lambda: refold.undo(thing),  # type: ignore[arg-type]
+        lambda: refold.history(thing),  # type: ignore[arg-type]
+        lambda: refold.commit(thing),  # type: ignore[arg-type]
+        lambda: refold.explain(thing, MergeLinears()),  # type: ignore[arg-type]
+        lambda: MergeLinears().get_transformed_nodes(thing),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(refold.NotAGraphModule, match=r"a torch\.fx\.GraphModule is needed"):
+            call()
+
+
+def test_a_class_where_a_transformation_is_needed() -> None:
+    with pytest.raises(refold.NotATransformation, match=r"class MergeLinears .* instance is needed: MergeLinears\(\)"):
+        refold.compose(MergeLinears, FuseBiasInLinear())  # type: ignore[arg-type]
+    with pytest.raises(refold.NotATransformation):
+        refold.explain(attention(), MergeLinears)  # type: ignore[arg-type]
+    with pytest.raises(refold.NotATransformation, match="a function was given"):
+        refold.compose(lambda gm: gm)  # type: ignore[arg-type]
+
+
+def test_reverse_of_what_was_never_transformed() -> None:
+    gm = attention()
+    before = Portrait.of(gm)
+    for call in (
+        lambda: MergeLinears()(gm, reverse=True),
+        lambda: refold.undo(gm),
+        lambda: refold.compose(MergeLinears(), FuseBiasInLinear())(gm, reverse=True),
+    ):
+        with pytest.raises(refold.NothingToUndo):
+            call()
+    assert unchanged(before, gm)
+    FuseBiasInLinear()(gm)
+    with pytest.raises(refold.NothingToUndo, match=r"MergeLinears\(\) has nothing .* holds: FuseBiasInLinear\(\)"):
+        MergeLinears()(gm, reverse=True)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2])
+def test_more_than_there_is_to_undo(n: int) -> None:
+    gm = attention()
+    MergeLinears()(gm)
+    before = Portrait.of(gm)
+    with pytest.raises(refold.NothingToUndo):
+        refold.undo(gm, n)
+    assert unchanged(before, gm) and len(refold.history(gm)) == 1
+
+
+def test_out_of_order_that_is_not_safe() -> None:
+    gm = symbolic_trace(models.Gated(bias=True))
+    MergeLinears()(gm)
+    FuseBiasInLinear()(gm)
+    before = Portrait.of(gm)
+    with pytest.raises(refold.OutOfOrder, match=r"MergeLinears\(\) cannot be reversed before FuseBiasInLinear\(\)"):
+        MergeLinears()(gm, reverse=True)
+    assert unchanged(before, gm) and len(refold.history(gm)) == 2
+
+
+def test_out_of_order_that_is_safe() -> None:
+    gm = attention()
+    start = Portrait.of(gm)
+    held = [*gm.parameters()]
+    FuseBiasInLinear()(gm)
+    ChangeTrueDivToMulByInverse()(gm)
+    FuseBiasInLinear()(gm, reverse=True)
+    assert [c.name for c in refold.history(gm)] == ["ChangeTrueDivToMulByInverse"]
+    ChangeTrueDivToMulByInverse()(gm, reverse=True)
+    assert start.differences(Portrait.of(gm), same_objects=True) == [] and held
+
+
+def edit_argument(gm: GraphModule) -> None:
+    next(n for n in gm.graph.nodes if n.target == "softmax").args += ("dim",)
+
+
+def edit_target(gm: GraphModule) -> None:
+    next(n for n in gm.graph.nodes if n.target == "softmax").target = "log_softmax"
+
+
+def erase_and_add(gm: GraphModule) -> None:
+    node = next(n for n in gm.graph.nodes if n.target == "softmax")
+    with gm.graph.inserting_after(node):
+        twin = gm.graph.call_method("relu", (node,))
+    node.replace_all_uses_with(twin)
+    twin.args = (node,)
+
+
+@pytest.mark.parametrize("edit", [edit_argument, edit_target, erase_and_add])
+def test_graph_edited_by_hand(edit: object) -> None:
+    gm = attention()
+    MergeLinears()(gm)
+    edit(gm)  # type: ignore[operator]
+    gm.recompile()
+    before = Portrait.of(gm)
+    with pytest.raises(refold.GraphEdited, match=r"edited outside Refold.*refold\.commit"):
+        refold.undo(gm)
+    assert unchanged(before, gm) and len(refold.history(gm)) == 1
+    twin = copy.deepcopy(gm)
+    with pytest.raises(refold.GraphEdited):
+        refold.undo(twin)
+
+
+def test_merged_layer_taken_away_by_hand() -> None:
+    gm = attention()
+    MergeLinears()(gm)
+    path = next(n.target for n in gm.graph.nodes if "merged" in n.name and n.op in ("call_module", "get_attr"))
+    delattr(gm, str(path).split(".")[0])
+    with pytest.raises(refold.GraphEdited, match="no longer in the module"):
+        refold.undo(gm, lint_and_recompile=False)
+
+
+class ReplaceWeight(refold.Transformation):
+    """Somebody's own transformation, which says nothing about weights."""
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        weight = graph_module.out.weight
+        graph_module.out = nn.Linear(*reversed(weight.shape))
+        return graph_module
+
+
+def test_weights_changed_without_a_map() -> None:
+    gm = attention()
+    original = gm.out.weight.detach().clone()
+    ReplaceWeight()(gm)
+    with torch.no_grad():
+        gm.out.weight.data[0, 0] += 1  # a write that version counters do not see
+    before = Portrait.of(gm)
+    with pytest.raises(refold.WeightsChanged, match=r"out\.weight.*weights='original'.*refold\.commit"):
+        refold.undo(gm)
+    assert unchanged(before, gm) and len(refold.history(gm)) == 1
+    refold.undo(gm, weights="original")
+    assert torch.equal(gm.out.weight, original)
+
+
+def test_weights_changed_with_a_map_but_without_an_inverse() -> None:
+    model, _ = models.conv_norm()
+    with torch.no_grad():
+        model.first_norm.weight[0] = 0
+    gm = symbolic_trace(model)
+    FuseBatchNorm2dInConv2d()(gm)
+    with torch.no_grad():
+        gm.first.weight.add_(1)
+    before = Portrait.of(gm)
+    with pytest.raises(refold.WeightsChanged, match=r"first\.weight"):
+        refold.undo(gm)
+    assert unchanged(before, gm)
+
+
+def test_original_weights_that_were_kept() -> None:
+    model, inputs = models.conv_norm()
+    gm = symbolic_trace(model)
+    start, held = Portrait.of(gm), [*gm.parameters()]
+    FuseBatchNorm2dInConv2d(keep="original")(gm)
+    with torch.no_grad():
+        gm.first.weight.add_(1)
+    refold.undo(gm, weights="original")
+    assert start.differences(Portrait.of(gm), same_objects=True) == [] and held
+
+
+def test_unknown_choice_of_weights() -> None:
+    gm = attention()
+    MergeLinears()(gm)
+    with pytest.raises(ValueError, match="'carry' or 'original'"):
+        refold.undo(gm, weights="latest")
+
+
+class ReturnsNothing(refold.Transformation):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        graph_module.graph.erase_node(next(iter(reversed(graph_module.graph.nodes))))
+        return None  # type: ignore[return-value]
+
+
+class WritesInPlace(refold.Transformation):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        with torch.no_grad():
+            graph_module.out.bias.add_(1)
+        return graph_module
+
+
+def test_broken_transformations() -> None:
+    gm = attention()
+    before = Portrait.of(gm)
+    with pytest.raises(refold.BrokenTransformation, match="returned nothing"):
+        ReturnsNothing()(gm)
+    assert unchanged(before, gm)
+    with pytest.raises(refold.BrokenTransformation, match=r"wrote into out\.bias in place"):
+        WritesInPlace()(gm)
+    assert not refold.history(gm)
+
+
+def test_mark_as_restored_of_a_node_that_was_not_marked() -> None:
+    gm = attention()
+    t = MergeLinears()
+    with pytest.raises(ValueError, match="was not marked as transformed"):
+        t.mark_as_restored(next(iter(gm.graph.nodes)))
+    t(gm)
+    node = t.get_transformed_nodes(gm)[0]
+    t.mark_as_restored(node)
+    assert not t.transformed(node)
+    assert node not in t.get_transformed_nodes(gm)
