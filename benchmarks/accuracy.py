@@ -45,11 +45,11 @@ def float_leaves(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if leaf.is_floating_point()]
 
 
-def relative_error(output: Any, expected: list[torch.Tensor]) -> float:
-    """The largest relative error over the outputs, in the Euclidean norm; infinite where something is missing."""
+def relative_error(output: Any, expected: list[torch.Tensor]) -> float | None:
+    """The largest relative error over the outputs, in the Euclidean norm; None where the outputs are others."""
     got = float_leaves(output)
     if [leaf.shape for leaf in got] != [leaf.shape for leaf in expected]:
-        return float("inf")
+        return None
     return max(_error(mine, its) for mine, its in zip(got, expected, strict=True))
 
 

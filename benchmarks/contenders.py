@@ -89,9 +89,9 @@ def openvino(model: nn.Module, inputs: Inputs) -> Contender:
 
 
 def refold_optimize(model: nn.Module, inputs: Inputs) -> Contender:
-    import refold
+    from refold.optimize import optimize
 
-    return refold.optimize(copy.deepcopy(model), inputs)
+    return optimize(copy.deepcopy(model), inputs, progress=False)
 
 
 def contenders(device: str) -> dict[str, Builder]:

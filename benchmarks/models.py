@@ -116,15 +116,18 @@ def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     errors = {name: relative_error(call(contender, inputs), expected) for name, contender in made.items()}
     rows, final = race(made, inputs, options.time_budget)
     for name, entry in rows.items():
-        own = errors["eager"]
         entry |= {"build_s": build_s[name], "relative_error": errors[name]}
-        entry |= {"error_over_eager": errors[name] / own if own else None}
+        entry |= {"error_over_eager": quotient(errors[name], errors["eager"])}
     row = {"contenders": rows, "failed": failed, "threads": final.threads, "dtype": str(case.dtype)}
     row |= rivals(final)
     if "refold" in made:
         row["refold_report"] = summarise_report(made["refold"])
     print(f"{case.name}\n{final}\n{headline(row)}", flush=True)
     return row
+
+
+def quotient(error: float | None, own: float | None) -> float | None:
+    return error / own if error is not None and own else None
 
 
 def race(made: dict[str, Any], inputs: Inputs, time_budget: float) -> tuple[dict[str, Any], Comparison]:
@@ -161,7 +164,7 @@ def rivals(final: Comparison) -> dict[str, Any]:
     for rival in best_of_each_kind(final) if "refold" in final.timings else []:
         against = final.between(rival, "refold")
         kind = "engine" if rival in ENGINES else "compile"
-        result[f"over_best_{kind}"] = {"rival": rival, "ratio": against.ratio, "interval": list(against.interval)}
+        result[f"over_best_{kind}"] = {key: against.to_dict()[key] for key in ("ratio", "interval")} | {"rival": rival}
     return result
 
 

@@ -172,7 +172,8 @@ def against(row: dict[str, Any], kind: str) -> str:
     if entry is None:
         return "–"
     low, high = entry["interval"]
-    return f"{entry['ratio']:.2f}× [{low:.2f}, {high:.2f}] ({entry['rival']})"
+    between = "too few rounds" if high is None else f"{low:.2f}, {high:.2f}"
+    return f"{entry['ratio']:.2f}× [{between}] ({entry['rival']})"
 
 
 def table(cases: dict[str, Any]) -> list[str]:
@@ -189,7 +190,7 @@ def cell(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return "–"
     error = entry["error_over_eager"]
-    return f"{entry['speedup']:.2f}" + (f" ({error:.2g})" if error is not None else "")
+    return f"{entry['speedup']:.2f} ({'wrong' if error is None else f'{error:.2g}'})"
 
 
 def failures(cases: dict[str, Any]) -> list[str]:
