@@ -28,7 +28,7 @@ EAGER = "eager"
 REFOLD = "refold"
 _MEASURE_SECONDS = 30.0
 _COLUMNS: list[str | Column] = [
-    "contender",
+    Column("contender", whole=True),
     Column("speed-up", number=True),
     Column("median", number=True),
     Column("quartiles", number=True),

@@ -19,7 +19,7 @@ from refold.command_line.inputs import NO_SIZES, inputs_for, placed
 from refold.command_line.models import Loaded, Source, load_model, rebuild
 from refold.command_line.storing_inputs import NotPlain, restore_inputs, store_inputs
 from refold.command_line.subject import DTYPES, chosen_device
-from refold.command_line.writing import ABOUT, SCHEMA
+from refold.command_line.writing import ABOUT, SCHEMA, umask
 from refold.fingerprint import fingerprint
 from refold.history import history
 from refold.optimizing.calls import Inputs, split
@@ -94,6 +94,8 @@ def finish_folder(folder: Path, about: About) -> None:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     text = json.dumps(about.to_plain(files), indent=1, allow_nan=False)
     (folder / ABOUT).write_text(text + "\n", encoding="utf-8")
+    for name in files:
+        (folder / name).chmod(0o666 & ~umask())  # some writers make files that only their owner may read
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

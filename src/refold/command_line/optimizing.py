@@ -15,13 +15,13 @@ from refold.command_line.folders import About, fill_folder, fingerprints, finish
 from refold.command_line.progress import told
 from refold.command_line.screen import Screen
 from refold.command_line.subject import Subject, Wanted, prepare
-from refold.command_line.tables import Column, table
+from refold.command_line.tables import Column, grouped, table
 from refold.command_line.writing import check_place, new_folder
 from refold.executors import executor_named
 from refold.optimize import optimize
 from refold.optimizing.optimized import OptimizedModule
 from refold.pipelines import pipeline_to_text, write_pipeline
-from refold.report.data import Report, RewriteCard
+from refold.report.data import Report, RewriteCard, Verification
 from refold.report.text import changed_sentence, duration, exactness_sentence, model_sentence, speed_sentence
 from refold.transformation import Transformation
 
@@ -130,25 +130,37 @@ def _tables(report: Report) -> list[RenderableType | str]:
     parts += [table("transformations", _STEP_COLUMNS, [_row(step) for step in report.steps]), ""]
     if report.executors or report.timings:
         parts.append(table("ways to run it", _RUN_COLUMNS, _runs(report)))
-    return parts + [f"note: {note}" for note in report.notes]
+    return parts + _left_out(report) + [f"note: {note}" for note in report.notes]
 
 
 _STEP_COLUMNS: list[str | Column] = [
-    "transformation",
+    Column("transformation", whole=True),
     "what became of it",
     Column("sites", number=True),
     Column("refused", number=True),
     Column("speed", number=True),
     "exactness",
 ]
-_RUN_COLUMNS: list[str | Column] = ["", "name", Column("median", number=True), Column("quartiles", number=True), "note"]
+_RUN_COLUMNS: list[str | Column] = [
+    "",
+    Column("name", whole=True),
+    Column("median", number=True),
+    Column("quartiles", number=True),
+    "note",
+]
 
 
 def _row(step: RewriteCard) -> tuple[object, ...]:
     gain = "" if step.gain is None else f"{step.gain.median:.2f}×"
-    grade = "" if step.verification is None else step.verification.grade
     became = f"{step.status}: {step.note}" if step.note else step.status
-    return step.name, became, len(step.sites) or "", len(step.refusals) or "", gain, grade
+    return step.name, became, len(step.sites) or "", len(step.refusals) or "", gain, _grade(step.verification)
+
+
+def _grade(found: Verification | None) -> str:
+    if found is None:
+        return ""
+    unmeasured = found.grade == "not measured"  # each step is checked; the outputs are graded once, at the end
+    return ("right" if found.ok else "wrong") if unmeasured else found.grade
 
 
 def _runs(report: Report) -> list[tuple[object, ...]]:
@@ -158,5 +170,11 @@ def _runs(report: Report) -> list[tuple[object, ...]]:
         mark = "chosen" if bar.name in chosen_names else ""
         quartiles = f"{duration(bar.low)} – {duration(bar.high)}"
         rows.append((mark, bar.name, duration(bar.median), quartiles, bar.note))
+    return rows
+
+
+def _left_out(report: Report) -> list[str]:
+    """The executors that were not timed, in one line for each reason."""
     timed = {bar.name for bar in report.timings}
-    return rows + [("not tried", row.name, "", "", row.why) for row in report.executors if row.name not in timed]
+    reasons = grouped(((row.name, row.why) for row in report.executors if row.name not in timed), most_names=99)
+    return [f"not tried: {names} ({why})" for _, why, names in reasons]

@@ -34,7 +34,8 @@ class Screen:
             self._out.flush()
             return
         for part in parts:
-            self.out.print(Text(printable(part)) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
+            shown = Text(printable(part)) if isinstance(part, str) else part
+            self.out.print(shown, soft_wrap=isinstance(shown, Text))
 
 
 def _finite(value: Any) -> Any:

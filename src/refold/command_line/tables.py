@@ -19,7 +19,8 @@ class Column:
 
     heading: str
     number: bool = False
-    style: str = ""
+    whole: bool = False
+    """Whether its texts are never broken into lines."""
 
 
 def table(title: str, columns: Sequence[str | Column], rows: Iterable[Sequence[object]]) -> Table:
@@ -31,8 +32,7 @@ def table(title: str, columns: Sequence[str | Column], rows: Iterable[Sequence[o
             column.heading,
             justify="right" if column.number else "left",
             overflow="fold",
-            style=column.style or None,
-            no_wrap=column.number,
+            no_wrap=column.number or column.whole,
         )
     for row in rows:
         made.add_row(*(Text(printable(str(cell))) for cell in row))

@@ -71,6 +71,10 @@ def _sentence(place: Path, left: int, compared: int, different: list[str]) -> st
         names = ", ".join(different[:5])
         return f"{len(different)} of {compared} tensors are not what they were ({names}); {place} was not written."
     if left:
-        return f"{place} holds the model with {left} changes left."
+        return f"{place} holds the model with {left} change{'s' if left > 1 else ''} left."
     checked = f"all {compared} tensors are bit for bit what they were" if compared else "every change is undone"
     return f"{place} holds the original: {checked}."
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"

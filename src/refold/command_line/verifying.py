@@ -15,6 +15,13 @@ from refold.command_line.tables import Column, table
 from refold.verify import Verification, verify
 
 _MOST_ROWS = 12
+_OUTPUT_COLUMNS: list[str | Column] = [
+    "output",
+    "grade",
+    Column("error", number=True),
+    Column("the original's", number=True),
+    "note",
+]
 
 
 def verify_folder(screen: Screen, folder: Path, named: Named, threads: int | None, *, everything: bool) -> ExitCode:
@@ -47,13 +54,6 @@ def _tables(found: Verification, most: int | None) -> list[RenderableType | str]
     if rows:
         parts += [table("rewritten places", ["", "change", "place", "why"], rows), ""]
     if found.outputs:
-        columns: list[str | Column] = [
-            "output",
-            "grade",
-            Column("error", number=True),
-            Column("the original's", number=True),
-            "note",
-        ]
         outputs = [(o.name, o.grade, f"{o.error:.3g}", f"{o.baseline:.3g}", o.sentence) for o in found.outputs]
-        parts += [table("outputs against float64", columns, outputs), ""]
+        parts += [table("outputs against float64", _OUTPUT_COLUMNS, outputs), ""]
     return parts + [f"problem: {problem}" for problem in found.problems] + [f"note: {note}" for note in found.notes]

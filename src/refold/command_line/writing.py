@@ -55,7 +55,7 @@ def new_folder(place: Path, overwrite: bool) -> Iterator[Path]:
     place.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{place.name}-", suffix=".partial", dir=place.parent))
     try:
-        made.chmod(0o777 & ~_umask())
+        made.chmod(0o777 & ~umask())
         yield made
         with _signals_wait():
             _swap(made, place)
@@ -100,7 +100,8 @@ def _signals_wait() -> Iterator[None]:
         os.kill(os.getpid(), number)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """The rights that new files do not get."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
