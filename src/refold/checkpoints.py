@@ -6,6 +6,7 @@ in reverse order. Names that no map mentions are loaded as usual.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import OrderedDict
@@ -88,8 +89,7 @@ def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any], str
     with layout.lock:
         outcome, given = layout.accept(state_dict, strict)
     plan = _plan(gm, past, layout, given)
-    _write(plan.writes)
-    attach(gm, History(tuple(plan.changes), past.birth, past.expected))
+    _carry_out(plan, lambda: attach(gm, History(tuple(plan.changes), past.birth, past.expected)))
     _load_extra_state(gm, layout, state_dict)
     return outcome
 
@@ -111,9 +111,12 @@ class _Layout:
 
     def accept(self, state_dict: Mapping[str, Any], strict: bool) -> tuple[Any, Tensors]:
         """Torch's outcome, and the given tensors by their names in the original."""
+        given: OrderedDict[str, Any] = OrderedDict(state_dict)
+        # torch notes `assign` in the checkpoint's own metadata, where a later load of it would find it
+        given._metadata = copy.deepcopy(getattr(state_dict, "_metadata", None))  # type: ignore[attr-defined]
         try:
             load = self.module.load_state_dict
-            outcome = _as_refold_error(lambda: load(state_dict, strict=strict, assign=True))
+            outcome = _as_refold_error(lambda: load(given, strict=strict, assign=True))
             return outcome, {name: table[key] for name, table, key, was in self.places if table[key] is not was}
         finally:
             for _, table, key, was in self.places:
@@ -242,15 +245,17 @@ def _renewed(record: MapRecord, old: Tensors, new: Tensors) -> MapRecord:
 # --- parts ---------------------------------------------------------------------------------------------------------
 
 
-def _write(writes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write everything, whatever interrupts: a write can be repeated, so an interrupt starts them again."""
-    writes, interrupt = list(writes), None
-    while True:
+def _carry_out(plan: _Plan, finish: Callable[[], Any]) -> None:
+    """Write everything, whatever interrupts: writing can be repeated, so an interrupt starts it again."""
+    interrupt: KeyboardInterrupt | None = None
+    done = False
+    while not done:
         try:
             with torch.no_grad():
-                for target, value in writes:
+                for target, value in plan.writes:
                     target.copy_(value)
-            break
+            finish()
+            done = True
         except KeyboardInterrupt as stop:
             interrupt = stop
     if interrupt is not None:

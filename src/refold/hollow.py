@@ -55,4 +55,6 @@ def hollow(module: _Module) -> _Module:
 def hollow_original(gm: GraphModule) -> GraphModule:
     """What a module was before all that its history holds, on the meta device."""
     empty = hollow(gm)
-    return undo(empty, None, lint_and_recompile=False) if history(empty) else empty
+    if not history(empty):
+        return empty
+    return undo(empty, None, weights="original", lint_and_recompile=False)  # there are no values to carry back

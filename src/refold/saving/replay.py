@@ -69,7 +69,7 @@ def base_of(gm: GraphModule) -> GraphModule:
         return empty
     if empty.training != past[0].training:
         set_modes(empty, {path for path, _ in fx_private.walk_modules(empty)} if past[0].training else set())
-    return undo(empty, None, lint_and_recompile=False)
+    return undo(empty, None, weights="original", lint_and_recompile=False)
 
 
 def names_of(gm: GraphModule) -> tuple[dict[str, int], list[str]]:
