@@ -170,3 +170,33 @@ def norms_before() -> Example:
 def norm_of_rows() -> Example:
     """A batch norm over rows."""
     return exported(seeded(lambda: (NormOfRows().eval(), (torch.randn(2, 5, 3),))))
+
+
+class TwiceTheSame(nn.Module):
+    """The same values computed twice, by calls that depend on each other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = (x.sin() * 2).transpose(0, 1) @ x
+        second = (x.sin() * 2).transpose(0, 1) @ x
+        return first + second * (x.sin() * 2.5).sum()
+
+
+class CallsTwice(nn.Module):
+    """A layer called twice on one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu() + self.layer(x).tanh()
+
+
+def twice_the_same() -> Example:
+    """Common subexpressions."""
+    return seeded(lambda: (TwiceTheSame(), (torch.randn(3, 4),)))
+
+
+def calls_twice() -> Example:
+    """A layer called twice."""
+    return seeded(lambda: (CallsTwice(), (torch.randn(3, 4),)))
