@@ -1,26 +1,45 @@
-"""How the documentation is built: MyST pages, furo, and one generated page for each transformation."""
+"""How the documentation is built: MyST pages, furo, and pages generated from the code itself."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from transformation_pages import write_pages
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from api_page import write_api_page  # noqa: E402
+from command_page import write_command_page  # noqa: E402
+from generated_text import write  # noqa: E402
+from transformation_pages import write_pages  # noqa: E402
 
-from refold import __version__
+from refold import __version__  # noqa: E402
 
 project = "Refold"
 author = "The Refold team"
 release = version = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"Refold {__version__}"
-exclude_patterns = ["_build"]
-autodoc_typehints = "description"
+html_static_path = ["_static"]
+exclude_patterns = ["_build", "generated", "decisions/README.md"]
+# Signatures are shown as they are written; nothing is looked up on the network.
+python_use_unqualified_type_names = True
+add_module_names = False
 
 
 def setup(app: object) -> None:
-    write_pages(Path(__file__).parent / "transformations")
+    """Generated pages are written before Sphinx looks for documents."""
+    (HERE / "_static").mkdir(exist_ok=True)
+    write_pages(HERE / "transformations")
+    write_api_page(HERE / "generated" / "api.md")
+    write_command_page(HERE / "generated" / "commands.md")
+    write(HERE / "generated" / "measured.md", measured_pages())
+
+
+def measured_pages() -> str:
+    """The tables that scripts in benchmarks/ wrote, as far as they are there."""
+    names = [name for name in ("benchmarks", "zoo") if (HERE / f"{name}.md").exists()]
+    missing = "No results are in this checkout: run `benchmarks/models.py` and `benchmarks/zoo.py`, then build again."
+    return "\n".join(["```{toctree}", *names, "```", ""]) if names else f"{missing}\n"

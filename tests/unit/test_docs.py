@@ -1,0 +1,116 @@
+"""Every Python block of the README and of the documentation runs, and prints what the page says it prints.
+
+The blocks of one page run in order, in one namespace. A `text` block right behind a Python block is its output; `...`
+in it stands for anything. A block that begins with `# name.py` is saved under that name, imported, and its tests run.
+Blocks that are only for reading use another language.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+WRITTEN_BY_SCRIPTS = {"zoo.md", "benchmarks.md"}
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in WRITTEN_BY_SCRIPTS)]
+
+_BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n?^```text\n(?P<output>.*?)^```$)?", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code of a page, the line it begins on, and the output the page shows for it."""
+
+    code: str
+    line: int
+    output: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [Block(m["code"], text.count("\n", 0, m.start()) + 2, m["output"]) for m in _BLOCK.finditer(text)]
+
+
+def run(page: Path, block: Block, namespace: dict[str, object]) -> str:
+    """Run a block so that a traceback names the page and the line; what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        file = re.match(r"# (\w+)\.py\n", block.code)
+        if file:
+            namespace |= run_as_file(file[1], block.code)
+        else:
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+    return printed.getvalue()
+
+
+def run_as_file(name: str, code: str) -> dict[str, object]:
+    """Save a block in the current folder, import it, and run its tests as pytest would; the names it defines."""
+    Path(f"{name}.py").write_text(code, encoding="utf-8")
+    importlib.invalidate_caches()
+    found = vars(importlib.import_module(name))
+    tests = [thing for key, thing in found.items() if key.startswith("test_")]
+    assert tests, f"{name}.py has no test"
+    for test in tests:
+        test()
+    return {key: thing for key, thing in found.items() if not key.startswith("__")}
+
+
+def agrees(expected: str, printed: str) -> bool:
+    """Whether an output is the one shown; `...` stands for anything."""
+    return doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p)], ids=lambda p: p.name)
+def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": f"page_{page.stem}"}
+    for block in blocks_of(page):
+        printed = run(page, block, namespace)
+        if block.output is not None:
+            where = f"{page.relative_to(ROOT)}, line {block.line}"
+            assert agrees(block.output, printed), f"{where} shows\n{block.output}\nand the code printed\n{printed}"
+
+
+def test_blocks_are_found_with_their_lines_and_output(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```python\nx = 6 * 7\nprint(x)\n```\n\n```text\n42\n```\n\n```python\n1 / 0\n```\n")
+    first, second = blocks_of(page)
+    assert (first.line, first.output, second.line, second.output) == (4, "42\n", 13, None)
+    assert run(page, first, {}) == "42\n" and not agrees("43\n", "42\n")
+    with pytest.raises(ZeroDivisionError) as raised:
+        run(page, second, {})
+    assert raised.traceback[-1].lineno + 1 == 13
+
+
+def test_the_readme_begins_with_commands_that_exist() -> None:
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    commands = re.findall(r"^make (\w+)", readme, re.M)
+    assert commands[:2] == ["test", "demo"]
+    first_code = readme.index("```")
+    assert readme.index("make test") - first_code < 20, "the two commands are not the README's first block"
+    for command in commands:
+        assert re.search(rf"^{command}:", makefile, re.M), f"the Makefile has no {command}"
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    """Links of the README work on the file system; generated pages are left to Sphinx, which checks all others."""
+    text = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        if not target.startswith("http"):
+            assert (ROOT / target).exists(), f"the README links to {target}, which does not exist"
+
+
+def test_the_example_of_a_transformation_is_short() -> None:
+    page = ROOT / "docs" / "writing_a_transformation.md"
+    longest = max(block.code.count("\n") for block in blocks_of(page))
+    assert 20 < longest < 60, f"the transformation with its test has {longest} lines"
