@@ -7,6 +7,7 @@ import pytest
 import refold.transformations
 from refold.rewrite import Rewrite, registered
 from refold.testing import LAWS, check_law, check_laws, check_new_process
+from refold.testing.laws import can_be_pickled, graph_of
 
 REWRITES = sorted({c for c in registered() if c.__module__.startswith("refold.")}, key=lambda c: c.__name__)
 FOLDS = [c for c in REWRITES if "keep" in getattr(c, "__dataclass_fields__", {})]
@@ -18,6 +19,8 @@ INSTANCES = [*(c() for c in REWRITES), *(c(keep="original") for c in FOLDS)]  # 
 def test_keeps(rewrite: Rewrite, law: str) -> None:
     examples = list(rewrite.examples())
     assert examples, f"{type(rewrite).__name__} has no examples"
+    if law == "L5" and not any(can_be_pickled(graph_of(model)) for model, _ in examples):
+        pytest.skip("torch can pickle none of the examples, rewritten or not")
     for place, (model, inputs) in enumerate(examples):
         check_law(LAWS[law], rewrite, model, inputs, f"example {place}")
 

@@ -181,8 +181,7 @@ def test_weights_changed_with_a_map_but_without_an_inverse() -> None:
 
 
 def test_original_weights_that_were_kept() -> None:
-    model, inputs = models.conv_norm()
-    gm = symbolic_trace(model)
+    gm = symbolic_trace(models.conv_norm()[0])
     start, held = Portrait.of(gm), [*gm.parameters()]
     FuseBatchNorm2dInConv2d(keep="original")(gm)
     with torch.no_grad():

@@ -134,7 +134,7 @@ def l4_reverse_after_deepcopy(t: Transformation, model: nn.Module, inputs: tuple
 def l5_reverse_after_pickle(t: Transformation, model: nn.Module, inputs: tuple[Any, ...]) -> None:
     """So can what comes out of pickle, of `torch.save`, and a deep copy of that."""
     gm = graph_of(model)
-    if not _survives_pickle(gm):
+    if not can_be_pickled(gm):
         return  # torch cannot pickle this graph, rewritten or not
     before = Portrait.of(gm)
     t(gm)
@@ -148,7 +148,8 @@ def l5_reverse_after_pickle(t: Transformation, model: nn.Module, inputs: tuple[A
     _require_same(before, _reverse(t, loaded), "after torch.save", same_objects=False)
 
 
-def _survives_pickle(gm: GraphModule) -> bool:
+def can_be_pickled(gm: GraphModule) -> bool:
+    """Whether torch itself can pickle a graph and load it again (it cannot for most exported ones)."""
     try:
         pickle.loads(pickle.dumps(gm))
     except Exception:
@@ -301,7 +302,7 @@ def check_new_process(cases: Iterable[tuple[Transformation, nn.Module, tuple[Any
     parcels, befores = [], []
     for t, model, _inputs in cases:
         gm = graph_of(copy.deepcopy(model))
-        if _survives_pickle(gm):
+        if can_be_pickled(gm):
             befores.append(Portrait.of(gm))
             parcels.append(Parcel(t, t(gm)))
     for parcel, before, found in zip(parcels, befores, undo_in_new_process(parcels), strict=True):

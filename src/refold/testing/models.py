@@ -1,6 +1,7 @@
-"""Small models that rewrites fire on, and small ones that hold traps: examples for rules, laws and documentation."""
+"""Small models that rewrites fire on, as examples for rules, laws and documentation.
 
-from __future__ import annotations
+(Annotations are real classes here, not strings: torch cannot unpickle the graph of a model whose annotations are.)
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,0 +1,271 @@
+"""The laws are tested: each deliberately broken transformation must be caught, by the law that is its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+import refold
+from refold import ReversibleTransformation, Transformation
+from refold.edit import Editor
+from refold.match import GraphView
+from refold.rewrite import ReversibleRewrite, Site, Skip
+from refold.testing import LAWS, LawBroken, check_law, check_laws, models
+from refold.testing.faults import check_faults
+from refold.testing.laws import graph_of
+from refold.transformations.fuse_batch_norm_2d_in_conv_2d import FuseBatchNorm2dInConv2d
+from refold.transformations.merge_linears import MergeLinears
+from refold.weights import Concatenate, FoldBatchNorm
+
+
+def caught(law: str, t: Transformation, example: tuple[nn.Module, tuple[Any, ...]] | None = None) -> str:
+    """What a law says about a broken transformation."""
+    with pytest.raises(LawBroken) as broken:
+        check_law(LAWS[law], t, *(example or models.attention()))
+    return str(broken.value)
+
+
+class _Broken(Transformation):
+    preserves_computation = True
+
+
+def test_bias_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = FoldBatchNorm.forward
+
+    def wrong(self: FoldBatchNorm, old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        new = right(self, old)
+        if "bias" in old:
+            shift = self.scale(old)[1]
+            new["bias"] = (old["bias"].double() + shift).to(new["bias"].dtype)
+        return new
+
+    monkeypatch.setattr(FoldBatchNorm, "forward", wrong)
+    assert "rounding explains" in caught("L2", FuseBatchNorm2dInConv2d(), models.conv_norm())
+
+
+def test_epsilon_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of one part in a million passes every usual tolerance, and not this one."""
+    right = FoldBatchNorm.scale
+
+    def wrong(self: FoldBatchNorm, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return right(FoldBatchNorm(self.eps * 0.9, self.channel, self.first, self.guard), values)
+
+    monkeypatch.setattr(FoldBatchNorm, "scale", wrong)
+    assert "rounding explains" in caught("L2", FuseBatchNorm2dInConv2d(), models.conv_norm())
+
+
+def test_swapped_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Concatenate.inverse
+
+    def wrong(self: Concatenate, new: dict[str, torch.Tensor], kept: Any) -> dict[str, torch.Tensor]:
+        return {"0": right(self, new, kept)["1"], "1": right(self, new, kept)["0"]}
+
+    monkeypatch.setattr(Concatenate, "inverse", wrong)
+    assert "tensors" in caught("L4", MergeLinears(), models.gated())
+    assert "lost or distorted" in caught("L13", MergeLinears(), models.gated())
+
+
+def test_dropped_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refold.transformation.push", lambda *args, **kwargs: None)
+    assert "recorded nothing" in caught("L15", MergeLinears())
+
+
+def test_dropped_table_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    import refold.difference
+
+    right = refold.difference._changed_tables
+
+    def wrong(*args: Any) -> Any:
+        return {key: change for key, change in right(*args).items() if key[1] != "_modules"}
+
+    monkeypatch.setattr("refold.difference._changed_tables", wrong)
+    with pytest.raises((LawBroken, Exception)):
+        check_law(LAWS["L3"], MergeLinears(), *models.gated())
+
+
+class WritesInPlace(_Broken):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for parameter in graph_module.parameters():
+            parameter.data.mul_(2)  # through .data: version counters do not see it
+        return graph_module
+
+
+def test_in_place_write_that_no_counter_sees() -> None:
+    assert "eager model was changed" in caught("L14", WritesInPlace())
+    assert "rounding explains" in caught("L2", WritesInPlace())
+
+
+class MarksOnly(_Broken):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.nodes:
+            self.mark_as_transformed(node)
+        return graph_module
+
+
+def test_mark_without_change() -> None:
+    assert "changed nothing" in caught("L15", MarksOnly())
+
+
+class Nothing(_Broken):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        return graph_module
+
+
+def test_no_operation() -> None:
+    assert "changed nothing" in caught("L15", Nothing())
+
+
+class DropsBias(MergeLinears):
+    """Its own reverse gives the layers back without their biases."""
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        super().reverse(graph_module)
+        for module in graph_module.modules():
+            if isinstance(module, nn.Linear):
+                module.register_parameter("bias", None)
+        return graph_module
+
+
+class DropsName(refold.ChangeTrueDivToMulByInverse):
+    """Its own reverse recomputes the constant."""
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        for node in self.get_transformed_nodes(graph_module):
+            import operator
+
+            node.target, node.args = operator.truediv, (node.args[0], 1 / node.args[1])
+        return graph_module
+
+
+@pytest.mark.parametrize("t", [DropsBias(), DropsName()], ids=repr)
+def test_reverse_that_drops_something(t: ReversibleTransformation) -> None:
+    gm = graph_of(models.attention()[0])
+    t(gm)
+    code = gm.code
+    with pytest.raises(refold.ReverseMismatch):
+        t(gm, reverse=True)
+    assert gm.code == code and len(refold.history(gm)) == 1
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Unstable(ReversibleRewrite):
+    """Never has enough: a second call rewrites again."""
+
+    def find(self, view: GraphView) -> Iterator[Site | Skip]:
+        relus = [n for n in view.nodes if n.target is torch.relu]
+        if len(relus) % 3 != 2:
+            yield Site((view.nodes[-1],), "one more", None)
+
+    def rewrite(self, site: Site, edit: Editor) -> None:
+        output = site.nodes[0]
+        inner = output.args[0]
+        output.args = (edit.call(output, torch.add, edit.call(output, torch.relu, inner), inner),)
+
+
+class Again(_Broken):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        output = next(iter(reversed(graph_module.graph.nodes)))
+        with graph_module.graph.inserting_before(output):
+            output.args = (graph_module.graph.call_function(torch.clone, output.args),)
+        return graph_module
+
+
+def test_not_idempotent() -> None:
+    assert "second time" in caught("L7", Again())
+
+
+def test_changes_what_it_does_not_match() -> None:
+    assert "computes nothing" in caught("L1", Again())
+
+
+def test_wrong_computation() -> None:
+    assert "rounding explains" in caught("L2", Unstable(), models.gated())
+
+
+class Restless(_Broken):
+    """Its signature is another one in every instance."""
+
+    def __init__(self) -> None:
+        self.key = object()
+
+    @property
+    def signature(self) -> int:
+        return id(self)
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        return MergeLinears().transform(graph_module)
+
+
+def test_signature_of_an_instance() -> None:
+    assert "another signature" in caught("L9", Restless())
+
+
+class EditsEager(_Broken):
+    """Edits a module that the eager model shares."""
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        graph_module.out.extra = 1
+        graph_module.out.bias = None
+        return graph_module
+
+
+def test_eager_model_edited() -> None:
+    assert "eager model was changed" in caught("L14", EditsEager())
+
+
+def test_not_atomic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refold.snapshot.Snapshot.restore", lambda self, gm: None)
+    assert "a fault at" in caught("L10", MergeLinears())
+    assert list(check_faults(MergeLinears(), graph_of(models.gated()[0]), most=5, error=KeyboardInterrupt))
+
+
+def test_shared_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refold.change.Change.__deepcopy__", lambda self, memo: self)
+    assert "shares a record" in caught("L11", MergeLinears())
+
+
+def test_lost_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refold.weights import MapRecord
+
+    right = MapRecord.recover
+
+    def wrong(self: MapRecord, current: dict[str, torch.Tensor], weights: str = "carry") -> dict[str, torch.Tensor]:
+        return {k: v * 0 for k, v in right(self, current, weights).items()}
+
+    monkeypatch.setattr(MapRecord, "recover", wrong)
+    assert "lost or distorted" in caught("L13", MergeLinears())
+
+
+def test_compose_that_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refold.transformation import Composition
+
+    right = Composition.transform
+
+    def wrong(self: Composition, graph_module: GraphModule) -> GraphModule:
+        return right(Composition(*self.transformations[:1]), graph_module)
+
+    monkeypatch.setattr(Composition, "transform", wrong)
+    assert "differs from step by step" in caught("L8", MergeLinears())
+
+
+def test_without_examples() -> None:
+    with pytest.raises(LawBroken, match="no examples"):
+        check_laws(Nothing())
+
+
+def test_new_process_that_finds_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from refold.testing import check_new_process
+
+    def wrong(parcels: list[Any]) -> list[dict[str, Any]]:
+        return [{"code": "other"} for _ in parcels]
+
+    monkeypatch.setattr("refold.testing.laws.undo_in_new_process", wrong)
+    with pytest.raises(LawBroken, match="L6"):
+        check_new_process([(MergeLinears(), *copy.deepcopy(models.gated()))])
