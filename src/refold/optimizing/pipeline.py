@@ -9,8 +9,6 @@ from refold.transformation import Transformation, check_transformation
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 from refold.transformations.fold_constants import FoldConstants
-from refold.transformations.fuse_attention import FuseAttention
-from refold.transformations.merge_convolutions import MergeConvolutions
 from refold.transformations.merge_linears import MergeLinears
 from refold.transformations.remove_no_ops import RemoveNoOps
 from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
@@ -23,25 +21,18 @@ class BadLevel(RefoldError, ValueError):
 
 
 def default_pipeline(level: str = "default") -> tuple[Transformation, ...]:
-    """The transformations of a level. All levels try the same ones where they can: `safe` keeps only what leaves every
-    output bit-identical, `max` also keeps what trades accuracy of the same class for speed in memory layout."""
+    """The transformations that are tried. All levels try the same ones; `safe` keeps only what leaves every output
+    bit-identical, `max` also tries executors that take minutes to prepare."""
     if level not in LEVELS:
         raise BadLevel(f"level must be one of {', '.join(LEVELS)}, not {level!r}.")
-    pipeline: list[Transformation] = [
+    return (
         RemoveNoOps(),
         SimplifyAttentionMask(),
-        FuseAttention(),
         FoldConstants(),
         EliminateCommonSubexpressions(),
         FoldBatchNorm(),
         MergeLinears(),
-        MergeConvolutions(),
-    ]
-    if level == "max":
-        from refold.transformations.channels_last import ChannelsLast
-
-        pipeline.append(ChannelsLast())
-    return tuple(pipeline)
+    )
 
 
 def chosen_pipeline(level: str, pipeline: Sequence[Transformation] | None) -> tuple[Transformation, ...]:
