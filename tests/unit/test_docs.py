@@ -2,7 +2,7 @@
 
 The blocks of one page run in order, in one namespace. A `text` block right behind a Python block is its output; `...`
 in it stands for anything. A block that begins with `# name.py` is saved under that name, imported, and its tests run.
-Blocks that are only for reading use another language.
+So do the `refold` commands of every `sh` block. Blocks that are only for reading use another language.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import doctest
 import importlib
 import io
 import re
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+
+from refold.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 WRITTEN_BY_SCRIPTS = {"zoo.md", "benchmarks.md"}
@@ -47,7 +52,8 @@ def run(page: Path, block: Block, namespace: dict[str, object]) -> str:
         if file:
             namespace |= run_as_file(file[1], block.code)
         else:
-            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
+            exec(code, namespace)
     return printed.getvalue()
 
 
@@ -73,12 +79,30 @@ def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     torch.manual_seed(0)
-    namespace: dict[str, object] = {"__name__": f"page_{page.stem}"}
+    module = ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where classes of the page say that they come from
     for block in blocks_of(page):
-        printed = run(page, block, namespace)
+        printed = run(page, block, vars(module))
         if block.output is not None:
             where = f"{page.relative_to(ROOT)}, line {block.line}"
             assert agrees(block.output, printed), f"{where} shows\n{block.output}\nand the code printed\n{printed}"
+
+
+def commands_of(page: Path) -> list[str]:
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("refold ")]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands_of(p)], ids=lambda p: p.name)
+def test_every_command_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in commands_of(page):
+        code = main(shlex.split(command, comments=True)[1:])
+        said = capsys.readouterr()
+        assert code == 0, f"{command} ended with {code}: {said.err}"
+        assert said.out, f"{command} said nothing"
 
 
 def test_blocks_are_found_with_their_lines_and_output(tmp_path: Path) -> None:
