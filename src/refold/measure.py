@@ -291,10 +291,10 @@ class _Run:
         call = bind(contender, inputs)
         first = seconds_of(call, 1, device)
         seen = [seconds_of(call, 1, device) for _ in range(_WARM_UP_CALLS - 1)]
-        while seen[-1] <= min(seen[:-1]):  # still getting faster: not warm yet
+        while seen[-1] < min(seen[:-1]):  # still getting faster: not warm yet
             seen.append(seconds_of(call, 1, device))
         fastest = max(min(seen), 1e-9)
-        per_sample = math.ceil(shortest_sample(device) / fastest)
+        per_sample = max(1, math.ceil(shortest_sample(device) / fastest))
         nodes = len(contender.graph.nodes) if isinstance(contender, torch.fx.GraphModule) else None
         return cls(name, call, device, first, per_sample, fastest < _SETTLE_BELOW, nodes, peak_memory(call, device))
 

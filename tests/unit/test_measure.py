@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import time
 
 import pytest
 import torch
@@ -22,35 +21,54 @@ from refold.measure import (
 )
 
 
-def sleeper(seconds: float):
-    """A contender whose time does not depend on how busy the machine is."""
+class Clock:
+    """A clock that only contenders move: the tests do not depend on how busy the machine is."""
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        time.sleep(seconds)
-        return x
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.draw = random.Random(0)
 
-    return call
+    def perf_counter(self) -> float:
+        self.now += 1e-7  # reading a clock costs something
+        return self.now
+
+    def sleeper(self, seconds: float):
+        """A contender that takes this long, give or take a tenth."""
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            self.now += seconds * self.draw.uniform(0.9, 1.1)
+            return x
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr("refold.clock.time", fake)
+    monkeypatch.setattr("refold.measure.time", fake)
+    return fake
 
 
 X = torch.ones(1)
 
 
-def test_what_is_faster_is_called_faster():
-    result = measure(sleeper(0.004), sleeper(0.001), X, repeats=12)
+def test_what_is_faster_is_called_faster(clock: Clock):
+    result = measure(clock.sleeper(0.004), clock.sleeper(0.001), X, repeats=12)
     assert result.faster and not result.slower
     low, high = result.interval
     assert 1 < low <= result.ratio <= high
     assert result.verdict == "faster"
 
 
-def test_what_is_slower_is_called_slower():
-    result = measure(sleeper(0.001), sleeper(0.004), X, repeats=12)
+def test_what_is_slower_is_called_slower(clock: Clock):
+    result = measure(clock.sleeper(0.001), clock.sleeper(0.004), X, repeats=12)
     assert result.slower and not result.faster
     assert result.ratio < 1
 
 
-def test_too_few_rounds_decide_nothing():
-    result = measure(sleeper(0.001), sleeper(0.005), X, repeats=3)
+def test_too_few_rounds_decide_nothing(clock: Clock):
+    result = measure(clock.sleeper(0.001), clock.sleeper(0.005), X, repeats=3)
     assert result.interval == (0.0, math.inf)
     assert not result.faster and not result.slower
 
@@ -99,13 +117,13 @@ def test_rounds_needed_is_the_first_that_can_decide():
         assert median_interval([2.0] * (needed - 1), confidence) == (0.0, math.inf)
 
 
-def test_order_alternates_and_every_contender_runs_in_every_round():
+def test_order_alternates_and_every_contender_runs_in_every_round(clock: Clock):
     seen: list[str] = []
 
     def contender(name: str):
         def call(x: torch.Tensor) -> None:
             seen.append(name)
-            time.sleep(0.06)  # long enough to be called once a round, without an untimed call before
+            clock.now += 0.06  # long enough to be called once a round, without an untimed call before
 
         return call
 
@@ -115,8 +133,8 @@ def test_order_alternates_and_every_contender_runs_in_every_round():
     assert rounds[0] == rounds[1][::-1] and rounds[2] == rounds[3][::-1] and rounds[0] != rounds[2]
 
 
-def test_hopeless_contenders_leave_early_and_kept_ones_stay():
-    contenders = {"fast": sleeper(0.001), "slow": sleeper(0.006), "baseline": sleeper(0.006)}
+def test_hopeless_contenders_leave_early_and_kept_ones_stay(clock: Clock):
+    contenders = {"fast": clock.sleeper(0.001), "slow": clock.sleeper(0.006), "baseline": clock.sleeper(0.006)}
     result = measure_many(contenders, X, repeats=20, baseline="baseline")
     assert result.best == "fast"
     assert result.timings["slow"].dropped
@@ -125,25 +143,28 @@ def test_hopeless_contenders_leave_early_and_kept_ones_stay():
     assert result.speedup("fast") > 2 > result.speedup("slow")
 
 
-def test_a_contender_that_fails_is_reported_and_the_others_are_measured():
+def test_a_contender_that_fails_is_reported_and_the_others_are_measured(clock: Clock):
     def broken(x: torch.Tensor) -> None:
         raise ValueError("no")
 
-    result = measure_many({"good": sleeper(0.001), "broken": broken}, X, repeats=2)
+    result = measure_many({"good": clock.sleeper(0.001), "broken": broken}, X, repeats=2)
     assert result.failed == {"broken": "ValueError: no"}
     assert list(result.timings) == ["good"]
     assert "broken" in str(result)
     with pytest.raises(MeasurementFailed, match="ValueError: no"):
-        measure(sleeper(0.001), broken, X, repeats=2)
+        measure(clock.sleeper(0.001), broken, X, repeats=2)
     with pytest.raises(MeasurementFailed):
         measure_many({"broken": broken}, X)
 
 
-def test_time_budget_is_kept():
-    start = time.perf_counter()
-    result = measure(sleeper(0.06), sleeper(0.06), X, time_budget=0.7)
-    assert time.perf_counter() - start < 0.7 + 12 * 0.07  # warming up and the memory probe come on top
-    assert 2 <= len(result.ratios) <= 6
+def test_time_budget_is_kept(clock: Clock):
+    result = measure(clock.sleeper(0.06), clock.sleeper(0.06), X, time_budget=0.7)
+    assert sum(result.a.seconds) + sum(result.b.seconds) <= 0.7
+    assert len(result.ratios) == 5  # a sixth round would not fit
+    generous = measure(clock.sleeper(0.06), clock.sleeper(0.06), X, time_budget=7)
+    assert len(generous.ratios) > 50
+    hurried = measure(clock.sleeper(0.06), clock.sleeper(0.06), X, time_budget=0)
+    assert len(hurried.ratios) == 2
 
 
 def test_inputs_as_dict_tuple_or_tensor():
@@ -168,15 +189,21 @@ def test_runs_without_gradients_unless_asked():
     assert torch.is_grad_enabled()
 
 
-def test_first_call_nodes_and_memory_are_kept():
-    slow_once = iter([0.2])
+def test_first_calls_are_kept_apart_and_warming_up_goes_on_while_it_helps(clock: Clock):
+    getting_faster = iter([2.0, 0.6, 0.5, 0.4, 0.3])
+    calls = []
 
     def warms_up(x: torch.Tensor) -> None:
-        time.sleep(next(slow_once, 0.001))
+        calls.append(x)
+        clock.now += next(getting_faster, 0.3)
 
     result = measure_many({"warms up": warms_up}, X, repeats=3)
-    assert result.timings["warms up"].first_call >= 0.2
-    assert result.timings["warms up"].median < 0.1
+    timing = result.timings["warms up"]
+    assert timing.first_call == pytest.approx(2.0, rel=1e-3)
+    assert timing.seconds == pytest.approx((0.3, 0.3, 0.3), rel=1e-3)
+
+
+def test_nodes_are_counted():
 
     traced = torch.fx.symbolic_trace(nn.Linear(2, 2))
     measured = measure(traced, nn.Linear(2, 2), torch.ones(1, 2), repeats=2)
@@ -194,13 +221,13 @@ def test_peak_memory_sees_what_a_call_allocates():
     assert greedy_peak >= 100 * 2**20 > modest_peak
 
 
-def test_prints_and_serialises():
-    result = measure(sleeper(0.002), sleeper(0.001), X, repeats=9)
+def test_prints_and_serialises(clock: Clock):
+    result = measure(clock.sleeper(0.002), clock.sleeper(0.001), X, repeats=9)
     assert f"{result.ratio:.3f}×" in str(result) and result.verdict in str(result)
     data = json.loads(json.dumps(result.to_dict()))
     assert data["ratio"] == result.ratio and data["a"]["rounds"] == 9
     assert "<table>" in result._repr_html_()
-    many = measure_many({"<a>": sleeper(0.001), "b": sleeper(0.001)}, X, repeats=2)
+    many = measure_many({"<a>": clock.sleeper(0.001), "b": clock.sleeper(0.001)}, X, repeats=2)
     assert "&lt;a&gt;" in many._repr_html_() and "<a>" not in many._repr_html_()
     assert {row["name"] for row in json.loads(json.dumps(many.to_dict()))["contenders"]} == {"<a>", "b"}
 
