@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
-from verify_models import ALL, DEFECTS, DTYPES, MODELS, Dead, Divide, ForeignFold, MappedFold, Merge, build
+from verify_models import ALL, DEFECTS, DTYPES, MODELS, ConvNet, Dead, Divide, ForeignFold, MappedFold, Merge, build
 
 import refold
 from refold.history import history
@@ -74,12 +74,14 @@ def test_every_planted_defect_is_caught(name: str, family: str, make, dtype: tor
         assert found.grade == "wrong" and "wrong" in found.sentence.lower()
 
 
-def test_a_dead_relu_hides_nothing():
+@pytest.mark.parametrize("model_class", [ConvNet, Dead])
+def test_a_dead_relu_hides_nothing(model_class: type[ConvNet]):
     torch.manual_seed(0)
-    model = Dead(torch.Generator().manual_seed(0), 0.1).eval()
+    model = model_class(torch.Generator().manual_seed(0), 0.1).eval()
+    model.norm.bias.data.fill_(-1e4 if model_class is ConvNet else 1.0)
     gm, x = symbolic_trace(model), torch.randn(2, 3, 6, 6)
     expected = model(x)
-    rewrite = ForeignFold("bias not scaled")
+    rewrite = ForeignFold("scale off by 0.1 %")
     rewrite(gm)
     assert torch.equal(gm(x), expected)  # end to end nothing is to be seen
     assert not verify(gm, x, transformations=[rewrite]).right
@@ -162,6 +164,49 @@ def test_values_that_one_side_shares_are_recomputed_inside():
         gm.graph.erase_node(second)
 
     assert verify(_apply(Twice(), share), torch.randn(2, 3)).grade == "bit-identical"
+
+
+def test_values_that_pass_through_a_reshape_inside_the_site():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return torch.relu(self.norm(y.flatten(0, 1)).reshape_as(y))
+
+    def fold(factor):
+        def edit(gm):
+            norm = gm.norm
+            scale = norm.weight / torch.sqrt(norm.running_var + norm.eps) * factor
+            twin = nn.Linear(4, 6)
+            twin.weight = nn.Parameter((gm.conv.weight * scale[:, None]).detach())
+            twin.bias = nn.Parameter((scale * (gm.conv.bias - norm.running_mean) + norm.bias).detach())
+            gm.conv = twin
+            node = _node(gm, "norm")
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+
+        return edit
+
+    torch.manual_seed(0)
+    assert verify(_apply(Flat().eval(), fold(1)), torch.randn(2, 3, 4)).right
+    assert not verify(_apply(Flat().eval(), fold(1.001)), torch.randn(2, 3, 4)).right
+
+
+def test_nodes_that_change_places_are_judged_together():
+    class Pooled(nn.Module):
+        def forward(self, x):
+            return torch.neg(F.max_pool2d(torch.relu(x), 2))
+
+    def swap(gm):
+        relu, pool, neg = [n for n in gm.graph.nodes if n.op == "call_function"]
+        pool.args = (relu.args[0], *pool.args[1:])
+        pool.append(relu)
+        relu.args, neg.args = (pool,), (relu,)
+
+    assert verify(_apply(Pooled(), swap), torch.randn(1, 2, 4, 4)).right
 
 
 class TwoRelus(nn.Module):

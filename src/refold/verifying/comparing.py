@@ -35,6 +35,20 @@ def flat(results: Sequence[Any]) -> list[Any]:
     return [torch.tensor(x, dtype=torch.float64) if type(x) is float else x for x in found]
 
 
+def both_finite(old: list[Any], new: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The same results with zeros wherever one of both is not finite. What an operator makes of NaN and infinities in
+    its inputs is not part of what it computes: a masked attention may read the values it masks, or not."""
+    pairs = [_both_finite(a, b) for a, b in zip(old, new, strict=True)] if len(old) == len(new) else []
+    return ([a for a, _ in pairs], [b for _, b in pairs]) if pairs else (old, new)
+
+
+def _both_finite(a: Any, b: Any) -> tuple[Any, Any]:
+    if not is_rounded(a) or not is_rounded(b) or a.shape != b.shape or (all_finite(a) and all_finite(b)):
+        return a, b
+    finite = a.isfinite() & b.isfinite()
+    return torch.where(finite, a, torch.zeros_like(a)), torch.where(finite, b, torch.zeros_like(b))
+
+
 def compare(old: list[Any], new: list[Any], bounds: Bounds) -> Difference:
     """Compare flat results. `bounds` is asked for the allowed difference of each element only where there is one."""
     if len(old) != len(new):

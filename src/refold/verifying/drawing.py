@@ -13,8 +13,9 @@ from refold.verifying.leaves import map_tensors
 
 Values = dict[str, Any]
 
+SPECIAL = "NaN and infinities"
 _LARGE = 2.0**20
-_SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 2.0**-1074)
+_SPECIALS = (math.nan, math.inf, -math.inf, -0.0, 2.0**-1074)
 
 
 def draws(real: Values, seed: int, *, wide: bool = True) -> Iterator[tuple[str, Values]]:
@@ -47,13 +48,13 @@ def draws(real: Values, seed: int, *, wide: bool = True) -> Iterator[tuple[str, 
     yield "zeros", drawn(lambda t: torch.zeros(t.shape, dtype=torch.float64))
     yield "large values", drawn(lambda t: normal(t) * (_LARGE if wide else math.sqrt(torch.finfo(t.dtype).max)))
     yield "negative values", drawn(lambda t: -normal(t).abs())
-    yield "NaN and infinities", drawn(lambda t: _sprinkled(scaled(t)))
+    yield SPECIAL, drawn(lambda t: _sprinkled(scaled(t)))
 
 
 def _sprinkled(values: torch.Tensor) -> torch.Tensor:
     flat = values.reshape(-1)
-    for i, special in enumerate(_SPECIAL[: flat.numel()]):
-        flat[i * flat.numel() // len(_SPECIAL)] = special
+    for i, special in enumerate(_SPECIALS[: flat.numel()]):
+        flat[i * flat.numel() // len(_SPECIALS)] = special
     return values
 
 

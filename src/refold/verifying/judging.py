@@ -12,8 +12,8 @@ from torch import nn
 
 from refold.verifying.arithmetic import SLACK, UNIT, Arithmetic, spread
 from refold.verifying.calls import quietly
-from refold.verifying.comparing import Difference, compare, flat, pooled
-from refold.verifying.drawing import Values, draws
+from refold.verifying.comparing import Difference, both_finite, compare, flat, pooled
+from refold.verifying.drawing import SPECIAL, Values, draws
 from refold.verifying.exact import Origins
 from refold.verifying.extracting import Extract, extract, install, seeded
 from refold.verifying.leaves import map_tensors
@@ -124,6 +124,8 @@ class Judge:
                 moved.append(spread(partial(self._run, module, inputs), base, self.seed))
             return [_bound(unit, *each) for each in zip(*moved, old, new, strict=True)]
 
+        if draw == SPECIAL:
+            old, new = both_finite(old, new)
         difference = compare(old, new, bounds)
         if extra and moved and not difference.sentence:
             joint = [None if a is None else a + b for a, b in zip(*moved, strict=True)]
@@ -143,9 +145,10 @@ class Judge:
                 new = self._run(after.module, inputs)
             except Exception as error:
                 return Trial(draw, Difference(f"it raises {type(error).__name__}: {_first_line(error)}"))
+            old, new = (old, new) if bits else both_finite(old, new)
             allowed = [_allowed(o, 0.0 if bits else torch.inf) for o in old]
             difference = compare(old, new, partial(list, allowed))
-            if difference.sentence and (bits or not difference.sentence.startswith("NaN")):
+            if difference.sentence and draw != SPECIAL:
                 return Trial(draw, difference)
             if not every_draw:
                 break

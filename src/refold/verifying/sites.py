@@ -4,6 +4,9 @@ A node is touched when the change made, erased or changed it, or when the module
 touched node that only reads other nodes than before is rewired: it stands outside, and what it reads is compared. The
 touched nodes fall into sites by who reads whom, in either graph. What a site reads from outside are its inputs; they
 must be the same nodes on both sides, so a value that only one side reads is recomputed inside.
+
+A site may be enlarged by the readers of its results only where they lose nothing (a reshape): whatever loses something
+(a ReLU) could hide a defect.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from refold import fx_private
 from refold.aliasing import written_by
 from refold.change import Change, join_path
 from refold.fingerprint import same_bits
+from refold.purity import name_of
 from refold.snapshot import Ref, record_node, same_value
 from refold.verifying.stages import Stage
 
@@ -35,8 +39,8 @@ class Site:
     after: frozenset[str]
     inputs: tuple[str, ...]
     pairs: tuple[Pair, ...]
-    rewired: frozenset[str]
-    one_sided: bool
+    followers: frozenset[str]
+    """Readers of the results that lose nothing of them, by which the site can be enlarged."""
 
     @property
     def name(self) -> str:
@@ -54,14 +58,15 @@ class Cutter:
         self.place = [{name: i for i, name in enumerate(names)} for names in self.nodes]
         self.touched = _touched(stage, self.nodes)
         self.rewired = {name: pairs for name in self.touched if (pairs := self._rewired(name)) is not None}
+        self.rewired = {name: pairs for name, pairs in self.rewired.items() if not self._changed_places(name)}
 
     def sites(self, absorb: frozenset[str] = frozenset()) -> Iterator[Site]:
-        """The sites; the rewired nodes in `absorb` count as parts of them."""
+        """The sites; the nodes in `absorb` count as touched."""
         if self._order_matters():
             yield self.whole()
             return
         rewired = {name: pairs for name, pairs in self.rewired.items() if name not in absorb}
-        members = self.touched - set(rewired)
+        members = (self.touched | absorb) - set(rewired)
         groups = _Groups()
         for side in (0, 1):
             for name in [n for n in self.nodes[side] if n in members]:
@@ -83,7 +88,7 @@ class Cutter:
         inside = [{n for n, node in names.items() if node.op not in ("placeholder", "output")} for names in self.nodes]
         inputs = tuple(n for n, node in self.nodes[0].items() if node.op == "placeholder" and n in self.nodes[1])
         pairs = tuple(dict.fromkeys(self._output_pairs()))
-        return Site(frozenset(inside[0]), frozenset(inside[1]), inputs, pairs, frozenset(), True)
+        return Site(frozenset(inside[0]), frozenset(inside[1]), inputs, pairs, frozenset())
 
     def widened(self, site: Site) -> Site | None:
         """The site together with what makes its inputs; None where nothing is left to add."""
@@ -91,7 +96,7 @@ class Cutter:
         if not more:
             return None
         sides = (site.before | more, site.after | more)
-        return self._closed((set(sides[0]), set(sides[1])), site.pairs, site.rewired)
+        return self._closed((set(sides[0]), set(sides[1])), site.pairs, site.followers)
 
     # --- finding ---------------------------------------------------------------------------------------------------
 
@@ -115,6 +120,11 @@ class Cutter:
         pairs = _paired((a.args, a.kwargs), (b.args, b.kwargs))
         return None if pairs is None or written_by(self.stage.before, old) else pairs
 
+    def _changed_places(self, name: str) -> bool:
+        """Whether a rewired node changed places with another one: what it read reads it now. Both are then inside."""
+        before = [n for n in self._inputs(0, name) if n in self.rewired and name in self._inputs(1, n)]
+        return bool(before) or any(name in self._inputs(0, n) for n in self._inputs(1, name) if n in self.rewired)
+
     def _output_pairs(self) -> list[Pair]:
         old, new = (next(iter(reversed(gm.graph.nodes))) for gm in (self.stage.before, self.stage.after))
         pairs = _paired(record_node(old).args, record_node(new).args)
@@ -123,29 +133,24 @@ class Cutter:
         return pairs
 
     def _readers(self, members: set[str], rewired: dict[str, list[Pair]]) -> dict[Pair, set[str]]:
-        """Every pair of values that somebody outside reads, with the rewired nodes among the readers."""
+        """Every pair of values that somebody outside reads, with the readers that lose nothing of it."""
         found: dict[Pair, set[str]] = {}
         for name, node in self.nodes[1].items():
             if name in members:
                 continue
-            if name in rewired:
-                for b, a in rewired[name]:
-                    if b != a or b in members or a in members:
-                        found.setdefault((b, a), set()).add(name)
-                continue
-            for read in node.all_input_nodes:
-                if read.name in members:
-                    found.setdefault((read.name, read.name), set())
+            pairs = rewired.get(name) or [(read.name, read.name) for read in node.all_input_nodes]
+            for b, a in pairs:
+                if b != a or b in members or a in members:
+                    found.setdefault((b, a), set()).update([name] if loses_nothing(node) else [])
         return found
 
     # --- closing ---------------------------------------------------------------------------------------------------
 
     def _close(self, members: set[str], wanted: dict[Pair, set[str]]) -> Site:
         sides = (members & set(self.nodes[0]), members & set(self.nodes[1]))
-        rewired = frozenset(n for who in wanted.values() for n in who if self.nodes[1][n].op != "output")
-        return self._closed(sides, tuple(wanted), rewired)
+        return self._closed(sides, tuple(wanted), frozenset(n for who in wanted.values() for n in who))
 
-    def _closed(self, sides: tuple[set[str], set[str]], pairs: tuple[Pair, ...], rewired: frozenset[str]) -> Site:
+    def _closed(self, sides: tuple[set[str], set[str]], pairs: tuple[Pair, ...], followers: frozenset[str]) -> Site:
         """Take in what only one side reads, the latest first, until both sides read the same nodes."""
         while True:
             needs = [self._needs(side, sides[side], {pair[side] for pair in pairs}) for side in (0, 1)]
@@ -162,7 +167,7 @@ class Cutter:
             _, side, name = max(lonely)
             sides[side].add(name)
         inputs = tuple(sorted(needs[0] | needs[1], key=lambda n: self.place[0].get(n, -1)))
-        return Site(frozenset(sides[0]), frozenset(sides[1]), inputs, pairs, rewired, needs[0] != needs[1])
+        return Site(frozenset(sides[0]), frozenset(sides[1]), inputs, pairs, followers)
 
     def _needs(self, side: int, inside: set[str], results: set[str]) -> set[str]:
         read = {n for name in inside for n in self._inputs(side, name)}
@@ -170,6 +175,21 @@ class Cutter:
 
     def _given(self, side: int, name: str) -> bool:
         return self.nodes[side][name].op == "placeholder"
+
+
+_LOSSLESS = {
+    "view", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "squeeze", "unsqueeze", "contiguous",
+    "clone", "view_as", "reshape_as", "movedim", "moveaxis", "swapaxes", "swapdims", "expand", "expand_as", "mT", "T",
+    "_unsafe_view", "alias", "size", "sym_size", "dim", "numel", "shape", "dtype", "device", "ndim", "detach",
+}  # fmt: skip
+
+
+def loses_nothing(node: Node) -> bool:
+    """Whether a node only rearranges a value, or only looks at its size."""
+    name = name_of(node)
+    if name == "getattr" and len(node.args) > 1:
+        name = str(node.args[1])
+    return node.op in ("call_function", "call_method") and name in _LOSSLESS
 
 
 class OutputChanged(Exception):

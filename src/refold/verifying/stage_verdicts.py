@@ -36,11 +36,11 @@ class _Stage:
         self.accepted: list[Call] | None = None
 
     def judge(self, sites: list[Site]) -> Verification:
-        """All sites; where one that feeds rewired nodes is wrong, once more together with those."""
+        """All sites; one that is wrong is judged once more together with readers that lose nothing of its results."""
         verdicts = self._judge_all(sites)
         absorbed: frozenset[str] = frozenset()
         while True:
-            more = frozenset(n for s in sites if not verdicts[s].right for n in s.rewired) - absorbed
+            more = frozenset(n for s in sites if not verdicts[s].right for n in s.followers) - absorbed
             if not more:
                 break
             absorbed |= more
