@@ -14,6 +14,7 @@ import torch
 from refold.fingerprint import flat_bytes, raw_bytes
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 5 << 15
 _PLACES = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)
 
 
@@ -33,39 +34,75 @@ class Residue:
 
 def correct_by(true: torch.Tensor, predicted: torch.Tensor) -> Residue:
     """The residue that turns `predicted` into `true`; both have the same dtype and shape."""
-    delta = _ordered(true) - _ordered(predicted)
-    far = (delta < -1) | (delta > 1)
-    where = far.nonzero().reshape(-1)
-    small = torch.where(far, torch.zeros_like(delta), delta).to(torch.int8)
-    steps = torch.diff(where, prepend=where.new_zeros(1))
-    values = _words(true)[where]
-    return Residue(_pack(small), _squeeze(steps), _squeeze(values))
+    coder = ResidueCoder(true)
+    coder.add(predicted)
+    return coder.finish()
+
+
+class ResidueCoder:
+    """Makes the residue for a tensor from a prediction that comes piece by piece."""
+
+    def __init__(self, true: torch.Tensor) -> None:
+        self._true = _words(true)
+        self._place = 0
+        self._left: torch.Tensor | None = None
+        self._far: list[torch.Tensor] = []
+        self._any = False
+        self._coder = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+        self._symbols = bytearray()
+
+    def add(self, predicted: torch.Tensor) -> None:
+        """Take the next piece of the prediction."""
+        for words in _words(predicted).split(_PIECE):
+            stop = self._place + words.numel()
+            delta = _flip(self._true[self._place : stop]) - _flip(words)
+            far = (delta < -1) | (delta > 1)
+            self._far.append(far.nonzero().reshape(-1) + self._place)
+            self._code(torch.where(far, torch.zeros_like(delta), delta).to(torch.int8))
+            self._place = stop
+
+    def _code(self, symbols: torch.Tensor, *, last: bool = False) -> None:
+        """Pack whole groups of five; what is left over waits for the next piece."""
+        if self._left is not None:
+            symbols = torch.cat([self._left, symbols])
+        whole = symbols.numel() if last else symbols.numel() // 5 * 5
+        self._left = symbols[whole:].clone()
+        symbols = symbols[:whole]
+        self._any = self._any or bool(symbols.any())
+        if whole:
+            self._symbols += self._coder.compress(_bytes(_pack(symbols)))
+
+    def finish(self) -> Residue:
+        """The residue; all zeros (a scale that is a power of two) cost nothing."""
+        self._code(torch.empty(0, dtype=torch.int8, device=self._true.device), last=True)
+        where = torch.cat(self._far) if self._far else torch.empty(0, dtype=torch.int64)
+        steps = torch.diff(where, prepend=where.new_zeros(1))
+        symbols = bytes(self._symbols + self._coder.flush()) if self._any else b""
+        return Residue(symbols, _squeeze(steps), _squeeze(self._true[where]))
 
 
 def apply_residue(predicted: torch.Tensor, residue: Residue) -> torch.Tensor:
     """The true weights: the prediction, corrected."""
-    count = predicted.numel()
-    small = _unpack(residue.symbols, count).to(predicted.device)
-    words = _ordered(predicted)
-    words += small.to(words.dtype)
-    words = _disordered(words)
+    return correct_in_place(predicted.clone(memory_format=torch.contiguous_format), residue)
+
+
+def correct_in_place(predicted: torch.Tensor, residue: Residue) -> torch.Tensor:
+    """The same, written over the prediction, which must be contiguous."""
+    words, count = _words(predicted), predicted.numel()
+    stream = _Inflating(residue.symbols, -(-count // 5), -15) if residue.symbols else None
+    for start in range(0, count if stream else 0, _PIECE):
+        part = words[start : start + _PIECE]
+        assert stream is not None
+        small = _unpack(stream.read(-(-part.numel() // 5)), part.numel()).to(part.device)
+        part.copy_(_flip(_flip(part) + small.to(part.dtype)))
     where = torch.cumsum(_expand(residue.positions, torch.int64, count), 0)
     if where.numel():
         words[where.to(words.device)] = _expand(residue.values, words.dtype, count).to(words.device)
-    return words.view(predicted.dtype).reshape(predicted.shape)
+    return predicted
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(_INT[tensor.element_size()])
-
-
-def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the floats: neighbours differ by one."""
-    return _flip(_words(tensor))
-
-
-def _disordered(words: torch.Tensor) -> torch.Tensor:
-    return _flip(words)
 
 
 def _flip(words: torch.Tensor) -> torch.Tensor:
@@ -74,21 +111,15 @@ def _flip(words: torch.Tensor) -> torch.Tensor:
     return torch.where(words < 0, words ^ info.max, words)
 
 
-def _pack(symbols: torch.Tensor) -> bytes:
-    """-1, 0, +1 five to a byte, then Huffman; all zeros (a scale that is a power of two) cost nothing."""
-    if not bool(symbols.any()):
-        return b""
+def _pack(symbols: torch.Tensor) -> torch.Tensor:
+    """-1, 0, +1 five to a byte."""
     digits = (symbols + 1).to(torch.uint8).cpu()
     digits = torch.nn.functional.pad(digits, (0, -digits.numel() % 5), value=1).reshape(-1, 5)
-    packed = (digits * _PLACES).sum(1, dtype=torch.uint8)
-    coder = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-    return coder.compress(_bytes(packed)) + coder.flush()
+    return (digits * _PLACES).sum(1, dtype=torch.uint8)
 
 
 def _unpack(packed: bytes, count: int) -> torch.Tensor:
-    if not packed:
-        return torch.zeros(count, dtype=torch.int8)
-    body = torch.frombuffer(_inflate(packed, -(-count // 5), -15), dtype=torch.uint8)
+    body = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     digits = (body[:, None] // _PLACES) % 3
     return digits.reshape(-1)[:count].to(torch.int8) - 1
 
@@ -101,16 +132,27 @@ def _expand(packed: bytes, dtype: torch.dtype, count: int) -> torch.Tensor:
     """At most `count` numbers."""
     if not packed:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(_inflate(packed, count * dtype.itemsize, 15), dtype=dtype)
+    limit = count * dtype.itemsize
+    body = _Inflating(packed, limit, 15).read(limit)
+    return torch.frombuffer(bytearray(body), dtype=dtype)
 
 
-def _inflate(packed: bytes, limit: int, window: int) -> bytearray:
-    """Decompress at most that many bytes: a correction from a file may lie about its size."""
-    coder = zlib.decompressobj(window)
-    body = bytearray(coder.decompress(packed, limit))
-    if not coder.eof and coder.decompress(coder.unconsumed_tail, 1):
-        raise ValueError("a stored correction is longer than the weights that it corrects")
-    return body
+class _Inflating:
+    """Decompresses at most that many bytes: a correction from a file may lie about its size."""
+
+    def __init__(self, packed: bytes, limit: int, window: int) -> None:
+        self._coder = zlib.decompressobj(window)
+        self._waiting = packed
+        self._left = limit
+
+    def read(self, size: int) -> bytes:
+        """The next bytes."""
+        found = self._coder.decompress(self._waiting, size) if size else b""
+        self._waiting = self._coder.unconsumed_tail
+        self._left -= len(found)
+        if self._left <= 0 and not self._coder.eof and self._coder.decompress(self._waiting, 1):
+            raise ValueError("a stored correction is longer than the weights that it corrects")
+        return found
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -30,7 +30,7 @@ from refold.operations import (
     Tensors,
     Transpose,
 )
-from refold.residue import Residue, apply_residue, correct_by
+from refold.residue import Residue, ResidueCoder, apply_residue, correct_in_place
 
 __all__ = [
     "AddLowRank",
@@ -191,7 +191,7 @@ class MapRecord:
             return kept | self.originals
         predicted = self.map.operation.inverse(current, kept)
         return kept | {
-            role: apply_residue(value.to(self.specs[role].dtype), self.residues[role])
+            role: correct_in_place(value.to(self.specs[role].dtype).contiguous(), self.residues[role])
             for role, value in predicted.items()
         }
 
@@ -267,6 +267,7 @@ def remember(record: MapRecord, old: Tensors, new: Tensors, keep: str = "correct
     if keep == "original":
         record.originals = {role: old[role] for role in old if role not in kept_roles}
         return
-    predicted = operation.inverse(new, record.kept)
-    for role, value in predicted.items():
-        record.residues[role] = correct_by(old[role], value.to(old[role].dtype))
+    coders = {role: ResidueCoder(old[role]) for role in old if role not in kept_roles}
+    for role, value in operation.pieces(new, record.kept):
+        coders[role].add(value.to(old[role].dtype))
+    record.residues = {role: coder.finish() for role, coder in coders.items()}

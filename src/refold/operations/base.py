@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -33,7 +33,12 @@ class Operation(ABC):
     @abstractmethod
     def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
         """The old tensors by role, those of `kept_roles` left out. Structural operations answer with views of the new
-        tensors, parametric ones in float64, computed element by element so that the bits are the same anywhere."""
+        tensors; parametric ones compute in float64 and round once, element by element, so that the bits are the same
+        anywhere."""
+
+    def pieces(self, new: Tensors, kept: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """The inverse, rounded, piece by piece in the order of elements: so that no second whole layer is in memory."""
+        yield from self.inverse(new, kept).items()
 
     def kept_roles(self, roles: frozenset[str]) -> frozenset[str]:
         """Sources that the targets do not determine; they are small and stored as they are."""
@@ -78,6 +83,36 @@ class Operation(ABC):
             return cls(**values)
         except TypeError as error:
             raise ValueError(f"{cls.__name__} does not have these settings: {error}") from None
+
+
+_PIECE = 1 << 17
+"""The numbers of a weight that are computed with at a time: float64 needs twice the memory of the weight itself."""
+
+
+def row_pieces(weight: torch.Tensor) -> Iterator[slice]:
+    """Rows of a weight, some at a time."""
+    rows = max(1, _PIECE // max(1, weight[0].numel())) if weight.shape[0] else 1
+    for start in range(0, weight.shape[0], rows):
+        yield slice(start, min(start + rows, weight.shape[0]))
+
+
+def by_rows(weight: torch.Tensor, compute: Callable[[torch.Tensor, slice], torch.Tensor]) -> torch.Tensor:
+    """A tensor like the weight, computed some rows at a time (from float64 rows) and rounded once."""
+    found = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for rows in row_pieces(weight):
+        found[rows] = compute(weight[rows].double(), rows).to(weight.dtype)
+    return found
+
+
+def rows_along(vector: torch.Tensor, axis: int, part: torch.Tensor, rows: slice) -> torch.Tensor:
+    """A vector in a shape that broadcasts along one axis of some rows of a weight."""
+    return along(vector[rows] if axis == 0 else vector, axis, part)
+
+
+def divided(part: torch.Tensor, vector: torch.Tensor, axis: int, rows: slice) -> torch.Tensor:
+    """Some rows of a weight divided by a vector along an axis; 0 where the vector is 0."""
+    factor = rows_along(vector, axis, part, rows)
+    return torch.where(factor == 0, torch.zeros_like(part), part / factor)
 
 
 def along(vector: torch.Tensor, axis: int, like: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from refold.operations.base import NoInverse, Operation, Tensors, along, prefer_exact
+from refold.operations.base import (
+    NoInverse,
+    Operation,
+    Tensors,
+    along,
+    by_rows,
+    divided,
+    prefer_exact,
+    row_pieces,
+    rows_along,
+)
 
 
 @dataclass(frozen=True)
@@ -37,17 +48,18 @@ class FoldBatchNorm(Operation):
         return scale, shift - scale * values["running_mean"].double()
 
     def forward(self, old: Tensors) -> Tensors:
-        weight = old["weight"].double()
+        weight = old["weight"]
         scale, shift = self.scale(old)
         bias = old["bias"].double() if "bias" in old else None
         if self.first == "linear":
             new_bias = shift if bias is None else scale * bias + shift
         else:
-            moved = self._through(weight, shift)
+            moved = self._through(weight.double(), shift)
             new_bias = moved if bias is None else bias + moved
-        new = {"weight": weight * along(scale, self.channel, weight), "bias": new_bias}
+        multiply = lambda part, rows: part * rows_along(scale, self.channel, part, rows)  # noqa: E731
+        new = {"weight": by_rows(weight, multiply), "bias": new_bias}
         new |= {"scale": scale, "shift": shift} if self.guard else {}
-        return {role: value.to(old["weight"].dtype) for role, value in new.items()}
+        return {role: value.to(weight.dtype) for role, value in new.items()}
 
     def from_kept(self, kept: Tensors) -> Tensors:
         scale, shift = self.scale(kept)
@@ -57,9 +69,13 @@ class FoldBatchNorm(Operation):
         return known
 
     def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
-        weight = new["weight"].detach().double()
-        scale = along(self.scale(kept)[0], self.channel, weight)
-        return {"weight": torch.where(scale == 0, torch.zeros_like(weight), weight / scale)}
+        scale = self.scale(kept)[0]
+        return {"weight": by_rows(new["weight"].detach(), lambda part, rows: divided(part, scale, self.channel, rows))}
+
+    def pieces(self, new: Tensors, kept: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        weight, scale = new["weight"].detach(), self.scale(kept)[0]
+        for rows in row_pieces(weight):
+            yield "weight", divided(weight[rows].double(), scale, self.channel, rows).to(weight.dtype)
 
     def carry(self, new: Tensors, kept: Tensors, exact: Tensors, changed: frozenset[str]) -> Tensors:
         if changed & {"scale", "shift"}:
@@ -70,7 +86,8 @@ class FoldBatchNorm(Operation):
         if bool((weight[(spread == 0).expand_as(weight)] != 0).any()):
             raise NoInverse("its batch norm has a scale of 0 in a channel whose folded weights were changed")
         again = exact["weight"].double() * spread
-        old = prefer_exact(self.inverse(new, kept)["weight"], exact["weight"], again, weight)
+        carried = torch.where(spread == 0, torch.zeros_like(again), weight.double() / spread)
+        old = prefer_exact(carried, exact["weight"], again, weight)
         if not bool(torch.isfinite(old.to(exact["weight"].dtype)[torch.isfinite(weight)]).all()):
             raise NoInverse(f"a changed weight divided by its batch norm's scale is too large for {weight.dtype}")
         if self.first == "linear" and "bias" not in changed:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from refold.operations.base import Operation, Tensors, prefer_exact
+from refold.operations.base import Operation, Tensors, by_rows, prefer_exact, row_pieces
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,24 @@ class AddLowRank(Operation):
     def kept_roles(self, roles: frozenset[str]) -> frozenset[str]:
         return roles - {"weight"}
 
-    def product(self, values: Tensors) -> torch.Tensor:
-        """`c·B·A` in float64."""
-        left, right = values["b"].double(), values["a"].double()
+    def product(self, values: Tensors, rows: slice = slice(None)) -> torch.Tensor:
+        """`c·B·A` in float64, or some rows of it."""
+        left, right = values["b"][rows].double(), values["a"].double()
         total = torch.zeros(left.shape[0], right.shape[1], dtype=torch.float64, device=left.device)
         for k in range(right.shape[0]):
             total += left[:, k, None] * right[k]
         return total.mul_(self.scaling)
 
     def forward(self, old: Tensors) -> Tensors:
-        weight = old["weight"]
-        return {"weight": (weight.double() + self.product(old)).to(weight.dtype)}
+        return {"weight": by_rows(old["weight"], lambda part, rows: part + self.product(old, rows))}
 
     def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
-        return {"weight": new["weight"].detach().double() - self.product(kept)}
+        return {"weight": by_rows(new["weight"].detach(), lambda part, rows: part - self.product(kept, rows))}
+
+    def pieces(self, new: Tensors, kept: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        weight = new["weight"].detach()
+        for rows in row_pieces(weight):
+            yield "weight", (weight[rows].double() - self.product(kept, rows)).to(weight.dtype)
 
     def carry(self, new: Tensors, kept: Tensors, exact: Tensors, changed: frozenset[str]) -> Tensors:
         weight = new["weight"].detach()

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from refold.operations.base import NoInverse, Operation, Tensors, along, prefer_exact
+from refold.operations.base import (
+    NoInverse,
+    Operation,
+    Tensors,
+    along,
+    by_rows,
+    divided,
+    prefer_exact,
+    row_pieces,
+    rows_along,
+)
 
 
 @dataclass(frozen=True)
@@ -23,18 +34,26 @@ class Scale(Operation):
     def kept_roles(self, roles: frozenset[str]) -> frozenset[str]:
         return roles - {"weight"}
 
-    def _factor(self, values: Tensors, weight: torch.Tensor) -> torch.Tensor:
+    def _vector(self, values: Tensors) -> torch.Tensor:
         factor = values["scale"].double()
-        return along(factor if self.power == 1 else 1 / factor, self.channel, weight)
+        return factor if self.power == 1 else 1 / factor
+
+    def _factor(self, values: Tensors, weight: torch.Tensor) -> torch.Tensor:
+        return along(self._vector(values), self.channel, weight)
 
     def forward(self, old: Tensors) -> Tensors:
-        weight = old["weight"]
-        return {"weight": (weight.double() * self._factor(old, weight)).to(weight.dtype)}
+        factor = self._vector(old)
+        multiply = lambda part, rows: part * rows_along(factor, self.channel, part, rows)  # noqa: E731
+        return {"weight": by_rows(old["weight"], multiply)}
 
     def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
-        weight = new["weight"].detach().double()
-        factor = self._factor(kept, weight)
-        return {"weight": torch.where(factor == 0, torch.zeros_like(weight), weight / factor)}
+        factor = self._vector(kept)
+        return {"weight": by_rows(new["weight"].detach(), lambda part, rows: divided(part, factor, self.channel, rows))}
+
+    def pieces(self, new: Tensors, kept: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        weight, factor = new["weight"].detach(), self._vector(kept)
+        for rows in row_pieces(weight):
+            yield "weight", divided(weight[rows].double(), factor, self.channel, rows).to(weight.dtype)
 
     def carry(self, new: Tensors, kept: Tensors, exact: Tensors, changed: frozenset[str]) -> Tensors:
         weight = new["weight"].detach()
@@ -42,7 +61,8 @@ class Scale(Operation):
         if bool((weight[(factor == 0).expand_as(weight)] != 0).any()):
             raise NoInverse("a scale is 0 in a channel whose weights were changed")
         again = exact["weight"].double() * factor
-        return {"weight": prefer_exact(self.inverse(new, kept)["weight"], exact["weight"], again, weight)}
+        carried = torch.where(factor == 0, torch.zeros_like(again), weight.double() / factor)
+        return {"weight": prefer_exact(carried, exact["weight"], again, weight)}
 
     def gradient_forward(self, old: Tensors, values: Tensors, power: int) -> Tensors:
         if "weight" not in old:
