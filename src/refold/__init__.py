@@ -1,6 +1,9 @@
 """Refold: rewrite PyTorch graphs to make them faster, and always get the original back, bit for bit."""
 
 from refold._version import __version__
+from refold.capture import capture_report, captured_parts, original_model, symbolic_trace, trace, unread_parameters
+from refold.capturing.errors import CaptureError
+from refold.checkpoints import load_original_state_dict, original_state_dict
 from refold.errors import (
     BrokenTransformation,
     GraphEdited,
@@ -15,7 +18,11 @@ from refold.errors import (
 )
 from refold.explaining import explain
 from refold.history import History, attach, commit, detach, history, undo
+from refold.measure import measure
+from refold.optimize import optimize
+from refold.optimizers import carry_optimizer
 from refold.result import Result, result
+from refold.saving import load, save
 from refold.transformation import (
     DeepCopy,
     LintAndRecompile,
@@ -24,15 +31,26 @@ from refold.transformation import (
     compose,
 )
 from refold.transformations.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
+from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
+from refold.transformations.fold_batch_norm import FoldBatchNorm
+from refold.transformations.fold_constants import FoldConstants
 from refold.transformations.fuse_batch_norm_1d_in_linear import FuseBatchNorm1dInLinear
 from refold.transformations.fuse_batch_norm_2d_in_conv_2d import FuseBatchNorm2dInConv2d
 from refold.transformations.fuse_bias_in_linear import FuseBiasInLinear
 from refold.transformations.merge_linears import MergeLinears
+from refold.transformations.merge_lora import MergeLora
+from refold.transformations.remove_no_ops import RemoveNoOps
+from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
+from refold.verify import Verification, verify
 
 __all__ = [
     "BrokenTransformation",
+    "CaptureError",
     "ChangeTrueDivToMulByInverse",
     "DeepCopy",
+    "EliminateCommonSubexpressions",
+    "FoldBatchNorm",
+    "FoldConstants",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
@@ -40,24 +58,42 @@ __all__ = [
     "History",
     "LintAndRecompile",
     "MergeLinears",
+    "MergeLora",
     "NotAGraphModule",
     "NotATransformation",
     "NothingToUndo",
     "OutOfOrder",
     "RefoldError",
+    "RemoveNoOps",
     "Result",
     "ReverseMismatch",
     "ReversibleTransformation",
+    "SimplifyAttentionMask",
     "Transformation",
+    "Verification",
     "WeightsChanged",
     "WeightsMissing",
     "__version__",
     "attach",
+    "capture_report",
+    "captured_parts",
+    "carry_optimizer",
     "commit",
     "compose",
     "detach",
     "explain",
     "history",
+    "load",
+    "load_original_state_dict",
+    "measure",
+    "optimize",
+    "original_model",
+    "original_state_dict",
     "result",
+    "save",
+    "symbolic_trace",
+    "trace",
     "undo",
+    "unread_parameters",
+    "verify",
 ]

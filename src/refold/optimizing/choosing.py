@@ -17,7 +17,7 @@ from refold.optimizing.calls import Inputs, split
 from refold.verify import OutputReference
 
 ORIGINAL = "original"
-_MEASURE_SECONDS = 20.0
+_MEASURE_SECONDS = 10.0
 
 
 @dataclass

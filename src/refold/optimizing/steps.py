@@ -22,7 +22,7 @@ from refold.result import Result, result
 from refold.transformation import Transformation
 from refold.verify import Verification, verify_last
 
-_MEASURE_SECONDS = 4.0
+_MEASURE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
