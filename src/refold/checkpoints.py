@@ -89,9 +89,19 @@ def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any], str
     with layout.lock:
         outcome, given = layout.accept(state_dict, strict)
     plan = _plan(gm, past, layout, given)
-    _carry_out(plan, lambda: attach(gm, History(tuple(plan.changes), past.birth, past.expected)))
+    _carry_out(plan, lambda: _renew(gm, past, plan))
     _load_extra_state(gm, layout, state_dict)
     return outcome
+
+
+def _renew(gm: GraphModule, past: History, plan: _Plan) -> None:
+    """Give the module a history with renewed records; what the original looks like stays."""
+    maps = [record for change in past.changes for record in change.maps]
+    if all(a is b for a, b in zip(maps, [record for c in plan.changes for record in c.maps], strict=True)):
+        return
+    fresh = History(tuple(plan.changes), past.birth, past.expected)
+    _layouts[fresh] = _layouts[past]
+    attach(gm, fresh)
 
 
 # --- what the original looks like ----------------------------------------------------------------------------------

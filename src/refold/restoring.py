@@ -20,9 +20,7 @@ from refold.snapshot import Ref
 def put_back(gm: GraphModule, change: Change, tensors: dict[str, torch.Tensor], birth: Birth) -> None:
     """Undo a change on a module: its nodes, then its tables, then its attributes. The caller guards atomicity."""
     _put_nodes_back(gm, change, birth)
-    restored = _put_tables_back(gm, change, tensors, birth)
-    for path, values in change.attributes.items():
-        _put_attributes_back(gm.get_submodule(path), values)
+    restored = put_modules_back(gm, change, tensors, birth)
     if gm.training != change.training and "training" not in change.attributes.get("", {}):
         for module in restored:
             module.train(gm.training)
@@ -98,9 +96,15 @@ def _put_order_back(by_name: dict[str, Node], change: Change, birth: Birth) -> N
         previous = node
 
 
-def _put_tables_back(
-    gm: GraphModule, change: Change, tensors: dict[str, torch.Tensor], birth: Birth
-) -> list[nn.Module]:
+def put_modules_back(gm: nn.Module, change: Change, tensors: dict[str, torch.Tensor], birth: Birth) -> list[nn.Module]:
+    """Undo what a change did to modules, and nothing else; the modules that came back."""
+    restored = _put_tables_back(gm, change, tensors, birth)
+    for path, values in change.attributes.items():
+        _put_attributes_back(gm.get_submodule(path), values)
+    return restored
+
+
+def _put_tables_back(gm: nn.Module, change: Change, tensors: dict[str, torch.Tensor], birth: Birth) -> list[nn.Module]:
     restored = []
     for (path, name), entry in sorted(change.tables.items(), key=lambda item: item[0][0].count(".")):
         live = fx_private.table(gm.get_submodule(path), name)
