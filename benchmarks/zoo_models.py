@@ -13,7 +13,7 @@ from torch import nn
 
 from refold.capturing.dummy_inputs import DummyInputs, usual_input_names
 
-MOST_PARAMETERS = 60_000_000
+MOST_PARAMETERS = 120_000_000
 
 # (pattern of a setting's name, its tiny value); the first that matches counts
 _TINY: list[tuple[str, Any]] = [
@@ -26,11 +26,13 @@ _TINY: list[tuple[str, Any]] = [
     (r"top_?k$|num_experts_per_tok(en)?$|moe_k$|num_selected_experts|moe_top_k", lambda v: min(v, 2)),
     (r"n_group$|topk_group$", lambda v: 1),
     (r"num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num", lambda v: min(v, 2)),
-    (r"prediction_length|context_length", lambda v: min(v or 8, 8)),
+    (r"context_length", lambda v: min(v, 8)),
+    (r"attention_hidden_size", lambda v: min(v, 32)),
     (r"(num|n)_?(.*_)?heads?$|attention_heads$|(encoder|decoder)_attention_heads", lambda v: min(v, 4)),
+    (r"block_sizes|cross_attention_layers", lambda v: min(v, 2)),
     (r"(num|n)_(.*_)?layers?$|layers$|num_.*blocks$|^depth$|^n_layer$|^depths$|block_repeats", lambda v: min(v, 1)),
-    (r"head_dim$|d_kv$|kv_channels|qk_nope_head_dim|v_head_dim", lambda v: min(v, 8)),
-    (r"qk_rope_head_dim", lambda v: min(v, 8)),
+    (r"head_dim$|d_kv$|kv_channels", lambda v: v),  # rotary settings depend on it
+    (r"rotary_dim", lambda v: min(v, 4)),
     (r"q_lora_rank|kv_lora_rank", lambda v: min(v, 16)),
     (r"intermediate_size|ffn_dim|ffn_size|d_ff|inner_dim|n_inner|feedforward|mlp_dim|ffn_hidden", lambda v: min(v, 64)),
     (
@@ -98,9 +100,9 @@ def _tiny_settings(config: Any, shrink: Callable[[Any], dict[str, Any]]) -> dict
     return settings
 
 
-def tiny(config: Any) -> dict[str, Any]:
+def tiny(config: Any, layers: int = 1, width: int = 32) -> dict[str, Any]:
     """Everything small."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
     for name, value in vars(config).items():
         rule = next((r for p, r in _TINY if re.search(p, name)), None)
         if rule is None or isinstance(value, bool):
@@ -109,6 +111,10 @@ def tiny(config: Any) -> dict[str, Any]:
             settings[name] = rule(value)
         elif isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
             settings[name] = [rule(v) for v in value]
+    for name in settings.keys() & {"hidden_size", "d_model", "embed_dim", "n_embd"}:
+        settings[name] = min(vars(config)[name], width) if isinstance(vars(config)[name], int) else settings[name]
+    for name in [n for n in settings if re.search(r"layers?$|blocks$|^depth$", n) and isinstance(settings[n], int)]:
+        settings[name] = min(vars(config)[name], max(settings[name], layers))
     return _repair(config, settings)
 
 
@@ -132,6 +138,11 @@ def _repair(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
             continue
         if isinstance(vocabulary, int) and value >= vocabulary:
             settings[name] = next(taken)
+    if "num_key_value_heads" in settings and vars(config)["num_key_value_heads"] == vars(config)["num_attention_heads"]:
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+    sections = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
+    if sections and "num_attention_heads" in settings and not vars(config).get("head_dim"):
+        settings["hidden_size"] = 2 * sum(sections) * settings["num_attention_heads"]
     if not settings.get("num_hidden_layers"):
         return settings
     patterns = {
@@ -139,7 +150,9 @@ def _repair(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
     }
     settings["num_hidden_layers"] = max(settings["num_hidden_layers"], *map(len, patterns.values()))
     for name, kinds in patterns.items():
-        if kinds:  # the first of each kind, so that no kind of layer is lost
+        if (
+            kinds and len(vars(config)[name]) >= settings["num_hidden_layers"]
+        ):  # the first of each kind, so that no kind of layer is lost
             settings[name] = (kinds + list(vars(config)[name]))[: settings["num_hidden_layers"]]
     return settings
 
@@ -153,24 +166,24 @@ def default(config: Any) -> dict[str, Any]:
     return {}
 
 
-def tiny_layers(config: Any) -> dict[str, Any]:
-    """Everything small, but two layers and wider heads."""
-    settings = tiny(config)
-    for name in [n for n in settings if re.search(r"layers?$|blocks$|^depth$", n)]:
-        if isinstance(settings[name], int):
-            settings[name] = max(settings[name], min(vars(config)[name], 2))
-    for name in ("hidden_size", "d_model", "embed_dim", "n_embd"):
-        if name in settings:
-            settings[name] = min(getattr(config, name), 64)
-    for name in [n for n in settings if "head_dim" in n]:
-        settings[name] = min(getattr(config, name), 16)
-    return settings
+def tiny_wider(config: Any) -> dict[str, Any]:
+    """Everything small, but two layers and twice as wide."""
+    return tiny(config, layers=2, width=64)
+
+
+def small_backbone(config: Any) -> dict[str, Any]:
+    """Everything small, and a tiny ResNet where the default backbone is one of timm."""
+    if "backbone_config" not in vars(config):
+        raise ValueError("no backbone")
+    resnet = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
+    return tiny(config) | {"backbone_config": resnet | {"layer_type": "basic", "out_features": ["stage4"]}}
 
 
 _RECIPES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "tiny": tiny,
-    "tiny, wider": tiny_layers,
+    "tiny, wider": tiny_wider,
     "shallow": shallow,
+    "tiny, resnet": small_backbone,
 }
 
 
