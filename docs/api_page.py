@@ -20,12 +20,12 @@ import refold
 from refold.rewrite import Rewrite
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "The main job": ("optimize", "OptimizedModule"),
+    "The main job": ("optimize", "refold.optimizing.optimized:OptimizedModule", "refold.report.data:Report"),
     "Capture": (
         "trace",
         "symbolic_trace",
         "capture_report",
-        "CaptureReport",
+        "refold.capturing.report:CaptureReport",
         "captured_parts",
         "original_model",
         "unread_parameters",
@@ -41,7 +41,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "Result",
     ),
     "History and undo": ("history", "History", "undo", "commit", "detach", "attach"),
-    "Verification and measuring": ("verify", "verify_last", "Verification", "measure", "measure_many"),
+    "Verification and measuring": (
+        "verify",
+        "Verification",
+        "measure",
+        "refold.measure:Measurement",
+        "refold.measure:measure_many",
+    ),
     "Weights, checkpoints, optimizers": (
         "original_state_dict",
         "load_original_state_dict",
@@ -63,8 +69,15 @@ def write_api_page(path: Path) -> None:
 
 def described(module: ModuleType, names: tuple[str, ...]) -> str:
     """The entries of those names that the module has."""
-    found = [(name, getattr(module, name)) for name in names if hasattr(module, name)]
-    return "\n\n".join(entry(f"{module.__name__}.{name}", thing) for name, thing in found if not is_module(thing))
+    found = [located(module, name) for name in names]
+    return "\n\n".join(entry(name, thing) for name, thing in found if thing is not None and not is_module(thing))
+
+
+def located(module: ModuleType, name: str) -> tuple[str, Any]:
+    """The full name and the thing; a name with a colon says in which module it stands."""
+    where, _, key = name.rpartition(":")
+    owner = importlib.import_module(where) if where else module
+    return f"{owner.__name__}.{key}", getattr(owner, key, None)
 
 
 def is_module(thing: object) -> bool:
