@@ -23,6 +23,7 @@ from refold.weights import NoInverse
 _WAYS_OUT = (
     "Pass weights='original' to get the weights of the moment before the rewrite, or refold.commit(gm) to keep it."
 )
+_MOST_LINES = 20
 
 
 class History(nn.Module):
@@ -59,7 +60,7 @@ class History(nn.Module):
             return "no changes"
         lines = []
         for i, change in enumerate(self.changes, 1):
-            lines += [f"{i}. {change.label}  [{change.nbytes} bytes held]", *(f"   {x}" for x in change.describe())]
+            lines += [f"{i}. {change.label}  [{change.nbytes} bytes held]", *(f"   {x}" for x in _first_lines(change))]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -69,7 +70,7 @@ class History(nn.Module):
 
         rows = "".join(
             f"<tr><td>{i}</td><td>{html.escape(c.label)}</td><td>{c.nbytes}</td>"
-            f"<td><pre>{html.escape(chr(10).join(c.describe()))}</pre></td></tr>"
+            f"<td><pre>{html.escape(chr(10).join(_first_lines(c)))}</pre></td></tr>"
             for i, c in enumerate(self.changes, 1)
         )
         return f"<table><tr><th></th><th>transformation</th><th>bytes held</th><th>what changed</th></tr>{rows}</table>"
@@ -81,6 +82,14 @@ class History(nn.Module):
         return History(
             copy.deepcopy(self.changes, memo), copy.deepcopy(self.birth, memo), copy.deepcopy(self.expected, memo)
         )
+
+
+def _first_lines(change: Change) -> list[str]:
+    """What a change did, but no more than people read; `change.describe()` has all of it."""
+    lines = change.describe()
+    if len(lines) <= _MOST_LINES:
+        return lines
+    return [*lines[:_MOST_LINES], f"… and {len(lines) - _MOST_LINES} more lines: change.describe() has them all"]
 
 
 def check_graph_module(gm: object) -> GraphModule:
