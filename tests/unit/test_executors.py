@@ -289,6 +289,36 @@ def test_model_outputs_keep_their_class():
             assert (got.last_hidden_state - want.last_hidden_state).abs().max() <= bound, name
 
 
+def test_engines_run_the_attention_that_rewrites_make():
+    """Grouped heads, a causal flag and a mask: an engine that refuses one of them would drop out after a rewrite."""
+
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            attend = torch.nn.functional.scaled_dot_product_attention
+            causal = attend(q, kv, kv, is_causal=True, enable_gqa=True)
+            return causal, attend(q, kv, kv, attn_mask=mask, enable_gqa=True, scale=0.3)
+
+    torch.manual_seed(0)
+    q, kv, mask = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.rand(1, 1, 6, 6) > 0.3
+    mask[..., 0] = True
+    repeated = kv.double().repeat_interleave(2, dim=1)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    want = (
+        attend(q.double(), repeated, repeated, is_causal=True),
+        attend(q.double(), repeated, repeated, attn_mask=mask, scale=0.3),
+    )
+    # Two products of 8 and 6 terms and a softmax between: each rounds a result at most once a term.
+    bound = 32 * torch.finfo(torch.float32).eps * kv.abs().max()
+    engines = [name for name in executors("cpu") if name.startswith(("onnxruntime", "openvino"))]
+    if not engines:
+        pytest.skip(f"no engine is installed: {unavailable('cpu')}")
+    for name in engines:
+        call = executor_named(name).prepare(Attention(), (q, kv, mask), {})
+        with torch.no_grad():
+            for got, expected in zip(call(q, kv, mask), want, strict=True):
+                assert (got.double() - expected).abs().max() <= bound, name
+
+
 def test_frozen_options_reach_inductor():
     with pytest.raises(Exception, match="nonsense_option"):
         Freeze("x", options={"nonsense_option": 1}).prepare(nn.Linear(2, 2), (torch.ones(1, 2),), {})

@@ -12,6 +12,7 @@ from torch import nn
 
 from .base import Executor, PreparationFailed, Runner, first_line, refuse_training
 from .engine import EnginePlan, plan_for_engine
+from .grouped_attention import spell_out_groups
 
 _TYPES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
@@ -88,6 +89,6 @@ def _compile(plan: EnginePlan) -> Any:
         "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
     }
-    model = openvino.convert_model(plan.exported)
+    model = openvino.convert_model(spell_out_groups(plan.exported))
     model.reshape({index: list(tensor.shape) for index, tensor in enumerate(plan.tensors)})
     return openvino.Core().compile_model(model, "CPU", settings)
