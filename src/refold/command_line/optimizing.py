@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
+from torch.fx import GraphModule
 
 from refold.command_line.choosing import chosen
 from refold.command_line.errors import ExitCode
@@ -23,6 +24,7 @@ from refold.optimizing.optimized import OptimizedModule
 from refold.pipelines import pipeline_to_text, write_pipeline
 from refold.report.data import Report, RewriteCard, Verification
 from refold.report.text import changed_sentence, duration, exactness_sentence, model_sentence, speed_sentence
+from refold.saving import SaveError
 from refold.transformation import Transformation
 
 REPORT = "report.html"
@@ -55,18 +57,34 @@ def optimize_model(screen: Screen, wanted: Wanted, order: Order) -> ExitCode:
         fast = _optimized(subject, steps, order, tell)
     report = fast.report
     if fast.graph_module is None:
-        screen.show({"report": _plain(report)}, *_tables(report))
+        screen.show(_plain(report) | {"error": " ".join(report.notes)}, *_tables(report))
         screen.tell(f"refold: {' '.join(report.notes)} There is no graph to save, so nothing was written.")
         return ExitCode.NOT_CAPTURED
     about = About(subject.source, subject.dtype, original=original, run=_run(subject, fast, order))
+    try:
+        _write(fast.graph_module, about, subject, report, steps, order)
+    except SaveError as reason:  # the work was long: what it found is told all the same
+        screen.show(_plain(report) | {"error": str(reason)}, *_tables(report))
+        screen.tell(f"refold: The result could not be saved: {reason}")
+        return ExitCode.FAILED
+    _show(screen, subject, report, order.out, time.monotonic() - start)
+    return ExitCode.DONE
+
+
+def _write(
+    gm: GraphModule,
+    about: About,
+    subject: Subject,
+    report: Report,
+    steps: tuple[Transformation, ...],
+    order: Order,
+) -> None:
     with new_folder(order.out, order.overwrite) as folder:
-        fill_folder(folder, fast.graph_module, about, subject.inputs)
+        fill_folder(folder, gm, about, subject.inputs)
         report.write_html(folder / REPORT)
         (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
         write_pipeline(steps, folder / "pipeline.yaml")
         finish_folder(folder, about)
-    _show(screen, subject, report, order.out, time.monotonic() - start)
-    return ExitCode.DONE
 
 
 def _optimized(subject: Subject, steps: tuple[Transformation, ...], order: Order, tell: Any) -> OptimizedModule:
