@@ -62,6 +62,12 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name, None) for name in _HOOKS)
 
 
+def loads_by_itself(module: nn.Module) -> bool:
+    """Whether a module has a way of its own to load its part of a checkpoint."""
+    own = (type(module)._load_from_state_dict, type(module).set_extra_state)
+    return own != (nn.Module._load_from_state_dict, nn.Module.set_extra_state)
+
+
 def empty_module(cls: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
     """A module of a class with these plain attributes and empty tables; its __init__ does not run."""
     module = cls.__new__(cls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +15,9 @@ from refold import fx_private
 from refold.change import Change
 from refold.errors import GraphEdited
 from refold.history import find_tensor, history
-from refold.keeping import held_tensors
+from refold.keeping import Husk, held_tensors
 from refold.restoring import put_modules_back
+from refold.weights import Handle
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _TENSOR_TABLES = ("_parameters", "_buffers")
@@ -61,18 +63,47 @@ def _meta_twins(module: nn.Module) -> dict[int, Any]:
 def hollow_original(gm: GraphModule) -> nn.Module:
     """The modules that a module had before all that its history holds, on the meta device, without its graph: for
     names, shapes, ties and the order of a checkpoint. (The graph would cost most of the time.)"""
-    memo, past = _meta_twins(gm), history(gm)
+    twins, past = _Twins(_meta_twins(gm)), history(gm)
     root: nn.Module = type(type(gm).__name__, (nn.Module,), {})()
     for name in fx_private.TABLES:
         entries = fx_private.table(gm, name).items()
-        copies = {key: copy.deepcopy(value, memo) for key, value in entries if key != fx_private.HISTORY_CHILD}
-        fx_private.table(root, name).update(copies)
+        fx_private.table(root, name).update({k: twins.of(v) for k, v in entries if k != fx_private.HISTORY_CHILD})
     hidden = fx_private.plain_attributes(gm).get("_non_persistent_buffers_set", set())
     fx_private.set_plain_attribute(root, "_non_persistent_buffers_set", set(hidden))
-    for change in reversed(copy.deepcopy(past.changes, memo)):
+    for change in reversed(past.changes):
         assert past.birth is not None
-        put_modules_back(root, change, _hollow_sources(root, change), past.birth)
+        tables = {place: replace(t, before=twins.of(t.before)) for place, t in change.tables.items()}
+        put_modules_back(root, replace(change, tables=tables), _hollow_sources(root, change), past.birth)
     return root
+
+
+class _Twins:
+    """Twins of modules and of what a history keeps of them, without memory; one thing has one twin."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+
+    def of(self, value: Any) -> Any:
+        """The twin of a module, a tensor, a husk, or a dictionary of them."""
+        if isinstance(value, dict):
+            return {key: self.of(entry) for key, entry in value.items()}
+        if isinstance(value, Husk):
+            return Husk(value.cls, value.attributes, self.of(value.tables), Handle())
+        if not isinstance(value, nn.Module) or not _loads_plainly(value):
+            return copy.deepcopy(value, self._memo)
+        if id(value) not in self._memo:
+            twin = fx_private.empty_module(type(value), fx_private.plain_attributes(value))
+            self._memo[id(value)] = twin
+            for name in fx_private.TABLES:
+                fx_private.table(twin, name).update(self.of(fx_private.table(value, name)))
+        return self._memo[id(value)]
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether loading a checkpoint runs no code of the module's own, which might write into what twins share."""
+    if isinstance(module, torch.jit.ScriptModule) or fx_private.has_hooks(module):
+        return False
+    return not fx_private.loads_by_itself(module) or type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _hollow_sources(root: nn.Module, change: Change) -> dict[str, torch.Tensor]:
