@@ -200,3 +200,43 @@ def twice_the_same() -> Example:
 def calls_twice() -> Example:
     """A layer called twice."""
     return seeded(lambda: (CallsTwice(), (torch.randn(3, 4),)))
+
+
+class WrittenAttention(nn.Module):
+    """Attention over two heads, written out in single steps, with a bias of its own where asked for."""
+
+    def __init__(self, biased: bool = False) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 12)
+        self.drop = nn.Dropout(0.1)
+        self.bias = nn.Parameter(torch.randn(1, 2, 3, 3)) if biased else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mix(x).view(2, 3, 3, 2, 2).permute(2, 0, 3, 1, 4).unbind()
+        scores = query @ key.transpose(-1, -2) / 1.5
+        weights = (scores if self.bias is None else scores + self.bias).softmax(-1)
+        return (self.drop(weights) @ value).transpose(1, 2).reshape(2, 3, 4)
+
+
+class GroupedAttention(nn.Module):
+    """Attention whose keys and values are repeated for groups of queries."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, width = key.shape
+        many = key[:, :, None].expand(batch, heads, 2, length, width).reshape(batch, heads * 2, length, width)
+        return F.scaled_dot_product_attention(query, many, many)
+
+
+def written_attention() -> Example:
+    """Attention written out."""
+    return exported(seeded(lambda: (WrittenAttention().eval(), (torch.randn(2, 3, 4),))))
+
+
+def biased_attention() -> Example:
+    """Attention written out, with a learned bias."""
+    return exported(seeded(lambda: (WrittenAttention(biased=True).eval(), (torch.randn(2, 3, 4),))))
+
+
+def grouped_attention() -> Example:
+    """Attention with repeated heads."""
+    return exported(seeded(lambda: (GroupedAttention(), (torch.randn(2, 4, 3, 4), torch.randn(2, 2, 3, 4)))))

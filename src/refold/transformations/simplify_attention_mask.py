@@ -96,7 +96,7 @@ def _verdict(analysis: Analysis, mask: Node) -> Verdict | str:
     """What a mask is proven to be, or why it is not, as a sentence."""
     value = analysis.of(mask)
     if isinstance(value, Value):
-        found = _proven(value)
+        found = proven(value)
         if found is not None:
             return found, None
     chosen = _always_chosen(analysis, mask)
@@ -106,7 +106,8 @@ def _verdict(analysis: Analysis, mask: Node) -> Verdict | str:
     return f"its mask {mask.name} is not proven to be trivial: {reason or 'it is neither full nor causal'}"
 
 
-def _proven(value: Value) -> str | None:
+def proven(value: Value) -> str | None:
+    """Whether a mask lets everything through ('all') or is causal ('causal'); None if neither is proven."""
     sizes = {i - value.rank: size for i, size in enumerate(value.shape) if isinstance(size, int)}
     if _lets_through(Assumption(sizes).value(value.element), value.dtype):
         return "all"
@@ -139,7 +140,7 @@ def _always_chosen(analysis: Analysis, mask: Node) -> Node | None:
     if not isinstance(condition, Node) or not isinstance(chosen, Node):
         return None
     truth, made, noted = analysis.of(condition), example_value(mask), example_value(chosen)
-    if not isinstance(truth, Value) or _proven(truth) != "all" or made is None or noted is None:
+    if not isinstance(truth, Value) or proven(truth) != "all" or made is None or noted is None:
         return None
     fits = made.dtype == noted.dtype and all(map(same_size, made.shape[-2:], noted.shape[-2:]))
     return chosen if fits and noted.dim() >= 2 else None
