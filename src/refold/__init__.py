@@ -34,6 +34,7 @@ from refold.transformations.change_true_div_to_mul_by_inverse import ChangeTrueD
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 from refold.transformations.fold_constants import FoldConstants
+from refold.transformations.fuse_attention import FuseAttention
 from refold.transformations.fuse_batch_norm_1d_in_linear import FuseBatchNorm1dInLinear
 from refold.transformations.fuse_batch_norm_2d_in_conv_2d import FuseBatchNorm2dInConv2d
 from refold.transformations.fuse_bias_in_linear import FuseBiasInLinear
@@ -51,6 +52,7 @@ __all__ = [
     "EliminateCommonSubexpressions",
     "FoldBatchNorm",
     "FoldConstants",
+    "FuseAttention",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",

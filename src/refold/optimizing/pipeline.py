@@ -9,6 +9,7 @@ from refold.transformation import Transformation, check_transformation
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 from refold.transformations.fold_constants import FoldConstants
+from refold.transformations.fuse_attention import FuseAttention
 from refold.transformations.merge_linears import MergeLinears
 from refold.transformations.remove_no_ops import RemoveNoOps
 from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
@@ -27,6 +28,7 @@ def default_pipeline(level: str = "default") -> tuple[Transformation, ...]:
         raise BadLevel(f"level must be one of {', '.join(LEVELS)}, not {level!r}.")
     return (
         RemoveNoOps(),
+        FuseAttention(),
         SimplifyAttentionMask(),
         FoldConstants(),
         EliminateCommonSubexpressions(),
