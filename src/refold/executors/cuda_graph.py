@@ -152,7 +152,8 @@ class CapturedGraph:
                 for _ in range(_WARM_UP_CALLS):  # compiles, autotunes, and fills the workspaces of the libraries
                     self.call(*args, **kwargs)
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(self.graph, pool=owner.pool):
+            # thread_local: what other threads do on the device meanwhile must not spoil the capture
+            with torch.cuda.graph(self.graph, pool=owner.pool, capture_error_mode="thread_local"):
                 return self.call(*args, **kwargs)
         except Exception as error:
             raise PreparationFailed(f"No CUDA graph can be captured of this module: {first_line(error)}.") from error
