@@ -240,3 +240,21 @@ def biased_attention() -> Example:
 def grouped_attention() -> Example:
     """Attention with repeated heads."""
     return exported(seeded(lambda: (GroupedAttention(), (torch.randn(2, 4, 3, 4), torch.randn(2, 2, 3, 4)))))
+
+
+class Conv1Ds(nn.Module):
+    """Linear layers in the manner of GPT-2: weights of (in, out), applied to rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.first_bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))
+        self.second, self.second_bias = nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.addmm(self.first_bias, x, self.first).relu()
+        return torch.cat([first, torch.addmm(self.second_bias, x, self.second).view(2, 5)], -1)
+
+
+def conv1ds() -> Example:
+    """Two Conv1Ds on one input."""
+    return seeded(lambda: (Conv1Ds(), (torch.randn(2, 4),)))

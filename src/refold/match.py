@@ -305,6 +305,23 @@ def match_linear(view: GraphView, node: Node) -> Match:
     return "its weight is not a matrix" if isinstance(call, Call) and call.weight.dim() != 2 else call
 
 
+_ADDMM: set[Any] = {torch.addmm, aten.addmm.default}
+
+
+def match_addmm(view: GraphView, node: Node) -> Match:
+    """`y = x·W + b` on rows: a linear layer whose weight is (in, out), as GPT-2's Conv1D; `settings['out']` is 1."""
+    if node.op != "call_function" or node.target not in _ADDMM:
+        return None
+    if len(node.args) != 3 or node.kwargs:
+        return "its arguments are not understood"
+    call = _function_call(view, node, ("bias", "input", "weight"), {"weight": "weight", "bias": "bias"})
+    if not isinstance(call, Call) or call.bias is None:
+        return call if isinstance(call, str) else None
+    if call.weight.dim() != 2 or call.bias.shape != call.weight.shape[1:]:
+        return "its weight is not a matrix with one bias for each column"
+    return replace(call, settings={"out": 1})
+
+
 # --- convolution -------------------------------------------------------------------------------------------------
 
 _CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

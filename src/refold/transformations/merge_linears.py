@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from refold.aliasing import switches_mode, writes_to
 from refold.edit import Editor
-from refold.match import Call, GraphView, match_linear
+from refold.match import Call, GraphView, match_addmm, match_linear
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 from refold.slicing import make_views_reshapes, why_not_sliceable
 from refold.weights import Concatenate
@@ -31,21 +31,23 @@ class MergeLinears(ReversibleRewrite):
     One large matrix product uses the machine better than several small ones (query, key and value; gate and up). Where
     only some layers have a bias, those come first and the joint bias is padded with zeros when it is used, so that a
     layer without a bias never gains one, not even by training. The originals come back by slicing the current weights.
-    While merged, the original parameters share the merged memory: nothing is held twice.
+    While merged, the original parameters share the merged memory: nothing is held twice. Weights of (in, out), as those
+    of GPT-2's Conv1D (`addmm` on rows), are joined by columns, and their memory is not shared.
     """
 
     @classmethod
     def examples(cls) -> Iterable[Example]:
+        from refold.examples import conv1ds
         from refold.testing import models
 
-        return [models.attention(), models.gated(), models.functional(), models.exported(models.attention())]
+        return [models.attention(), models.gated(), models.functional(), models.exported(models.attention()), conv1ds()]
 
     def find(self, view: GraphView) -> Iterator[Site | Skip]:
         groups: dict[tuple[object, ...], list[Call]] = {}
         mode = 0
         for node in view.nodes:
             mode += switches_mode(node)
-            call = match_linear(view, node)
+            call = match_linear(view, node) or match_addmm(view, node)
             if isinstance(call, str):
                 yield Skip(node, call)
             elif call is not None:
@@ -93,7 +95,7 @@ class MergeLinears(ReversibleRewrite):
         calls: list[Call] = sorted(site.detail, key=lambda call: call.bias is None)
         biased = [call for call in calls if call.bias is not None]
         path = edit.free_path(_merged_path([_name(call) for call in site.detail]))
-        widths = tuple(call.weight.shape[0] for call in calls)
+        widths = tuple(_width(call) for call in calls)
         weight = _concatenate(edit, calls, "weight", f"{path}.weight", widths)
         bias = _concatenate(edit, biased, "bias", f"{path}.bias", widths[: len(biased)]) if biased else None
         first = site.detail[0].node
@@ -131,6 +133,15 @@ def _name(call: Call) -> str:
     return call.path or call.operands["weight"].name.removesuffix(".weight")
 
 
+def _width(call: Call) -> int:
+    """The number of outputs: the weight is (out, in), or (in, out) as GPT-2's Conv1D has it."""
+    return int(call.weight.shape[_out(call)])
+
+
+def _out(call: Call) -> int:
+    return int(call.settings.get("out", 0))
+
+
 def _kind(view: GraphView, call: Call) -> tuple[object, ...]:
     """What layers must have in common to be merged."""
     weight, bias = call.weight, call.bias
@@ -142,7 +153,8 @@ def _kind(view: GraphView, call: Call) -> tuple[object, ...]:
     return (
         weight.dtype,
         weight.device,
-        weight.shape[1],
+        weight.shape[1 - _out(call)],
+        _out(call),
         frozen,
         bias is None or bias.dtype == weight.dtype or bias.dtype,
         module and module.training,
@@ -165,7 +177,10 @@ def _concatenate(edit: Editor, calls: list[Call], role: str, name: str, widths: 
     """The joint tensor of one role. The originals become views of it at once, so that memory is never doubled."""
     operands = [call.operands[role] for call in calls]
     sources = {str(i): operand.name for i, operand in enumerate(operands)}
-    whole = edit.map_weights(Concatenate(widths), sources, {"whole": name})["whole"]
+    dim = _out(calls[0]) if role == "weight" else 0
+    whole = edit.map_weights(Concatenate(widths, dim), sources, {"whole": name})["whole"]
+    if dim:  # columns do not lie together in memory: views of them would change the layout that an eager model sees
+        return nn.Parameter(whole, requires_grad=operands[0].tensor.requires_grad)
     for operand, part in zip(operands, whole.split(list(widths)), strict=True):
         if not operand.tensor.is_inference() and not operand.tensor.is_meta:
             operand.tensor.data = part
@@ -182,11 +197,15 @@ def _linear(edit: Editor, like: Call, weight: nn.Parameter, bias: nn.Parameter |
 
 def _call_function(edit: Editor, before: Node, calls: list[Call], path: str, bias: nn.Parameter | None) -> Node:
     exported = all(call.kind == "aten" for call in calls)
+    if _out(calls[0]) == 1 and bias is not None:
+        edit.put_tensor(f"{path}.bias", bias)
+        parts = [edit.fetch(before, f"{path}.bias"), calls[0].input, edit.fetch(before, f"{path}.weight")]
+        return edit.call(before, aten.addmm.default if exported else torch.addmm, *parts)
     args = [calls[0].input, edit.fetch(before, f"{path}.weight")]
     if bias is not None:
         edit.put_tensor(f"{path}.bias", bias)
         args.append(edit.fetch(before, f"{path}.bias"))
-        missing = sum(call.weight.shape[0] for call in calls if call.bias is None)
+        missing = sum(_width(call) for call in calls if call.bias is None)
         if missing:
             pad = aten.constant_pad_nd.default if exported else F.pad
             args[-1] = edit.call(before, pad, args[-1], [0, missing])
