@@ -258,3 +258,26 @@ class Conv1Ds(nn.Module):
 def conv1ds() -> Example:
     """Two Conv1Ds on one input."""
     return seeded(lambda: (Conv1Ds(), (torch.randn(2, 4),)))
+
+
+class Branches(nn.Module):
+    """Convolutions of equal geometry on one input, as in an inception block, and one of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Conv2d(3, 2, 3, padding=1)
+        self.right = nn.Conv2d(3, 4, 3, padding=1)
+        self.other = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.left(x).relu(), self.right(x), self.other(x)], 1)
+
+
+def branches() -> Example:
+    """Parallel convolutions."""
+    return seeded(lambda: (Branches(), (torch.randn(2, 3, 4, 4),)))
+
+
+def exported_branches() -> Example:
+    """Parallel convolutions as ATen operators."""
+    return exported(branches())
