@@ -153,7 +153,7 @@ def _tables(report: Report) -> list[RenderableType | str]:
 
 _STEP_COLUMNS: list[str | Column] = [
     Column("transformation", whole=True),
-    "what became of it",
+    "outcome",
     Column("sites", number=True),
     Column("refused", number=True),
     Column("speed", number=True),

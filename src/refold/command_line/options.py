@@ -41,7 +41,7 @@ Dtype = Annotated[
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads (torch's choice).", rich_help_panel=_PLACE)]
 
 Level = Annotated[
-    str, typer.Option(help="safe (outputs stay bit-identical), default, or max (memory layout may change too).")
+    str, typer.Option(help="safe (outputs stay bit-identical), default, or max (slow ways to run it are tried too).")
 ]
 Pipeline = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A pipeline file (YAML) instead of the level's transformations.")
