@@ -7,6 +7,7 @@ read from where they lay at capture: changes in place are followed, a replaced p
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -145,7 +146,9 @@ class CapturedGraph:
         _refuse_host_tensors(self.outputs, "returns")
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], owner: GraphRunner) -> Any:
-        stream = torch.cuda.Stream()
+        # The stream that warms up must be the one that captures, and the same for all graphs: cuBLAS keeps a workspace a
+        # stream, and one that is first made during a capture lies in that graph's memory and dies with it.
+        stream = _capture_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
@@ -153,7 +156,7 @@ class CapturedGraph:
                     self.call(*args, **kwargs)
             torch.cuda.current_stream().wait_stream(stream)
             # thread_local: what other threads do on the device meanwhile must not spoil the capture
-            with torch.cuda.graph(self.graph, pool=owner.pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, pool=owner.pool, stream=stream, capture_error_mode="thread_local"):
                 return self.call(*args, **kwargs)
         except Exception as error:
             raise PreparationFailed(f"No CUDA graph can be captured of this module: {first_line(error)}.") from error
@@ -174,6 +177,11 @@ class CapturedGraph:
             outputs = self._replay(tensors)
             self.turn.end(stream)
         return self.layout.fill(outputs)
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _refuse_host_tensors(tensors: list[torch.Tensor], verb: str) -> None:
