@@ -121,7 +121,8 @@ def entry(name: str, thing: Any) -> str:
     """One name as a directive of Sphinx's Python domain, with its docstring as Markdown."""
     if isinstance(thing, type):
         inner = "\n\n".join([docstring(thing), *(member(n, m) for n, m in members(thing))]).strip()
-        return f"::::{{py:class}} {name}{signature(thing)}\n\n{inner}\n::::"
+        made_by_users = name.startswith(MODULES)
+        return f"::::{{py:class}} {name}{signature(thing) if made_by_users else ''}\n\n{inner}\n::::"
     if callable(thing):
         return f":::{{py:function}} {name}{signature(thing)}\n\n{docstring(thing)}\n:::"
     return f":::{{py:data}} {name}\n\n{docstring(thing) if is_module(thing) else ''}\n:::"

@@ -23,6 +23,7 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"Refold {__version__}"
 html_static_path = ["_static"]
+html_show_copyright = False
 exclude_patterns = ["_build", "generated", "decisions/README.md"]
 # Signatures are shown as they are written; nothing is looked up on the network.
 python_use_unqualified_type_names = True

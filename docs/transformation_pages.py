@@ -48,8 +48,9 @@ def built_in() -> list[type[Rewrite]]:
 
 
 def summary(cls: type[Rewrite]) -> str:
-    """The first paragraph of the docstring, in one line."""
-    return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+    """The first sentence of the docstring, in one line."""
+    paragraph = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+    return paragraph.split(". ")[0].rstrip(".") + "."
 
 
 def page(cls: type[Rewrite]) -> str:
