@@ -7,7 +7,9 @@ operator call can be seen.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,33 +49,43 @@ def is_rounded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+_TABLE = 2**18 + 1
+
+
+@cache
+def _table(device: torch.device, kind: str) -> torch.Tensor:
+    """Random numbers, drawn once: nudging needs millions of them, and where to start in the table is random enough."""
+    generator = torch.Generator().manual_seed(0)
+    if kind == "normal":
+        return torch.randn(_TABLE, generator=generator, dtype=torch.float64).to(device)
+    return (torch.rand(_TABLE, generator=generator, dtype=torch.float64) * 2 - 1).to(device)
+
+
 class Nudge:
-    """Multiplies tensors by one plus a small random step; cheap, since it reuses its random numbers."""
+    """Multiplies tensors by one plus a small, normally distributed random step."""
+
+    kind = "normal"
 
     def __init__(self, step: float, seed: int) -> None:
         self.step = step
-        self.generator = torch.Generator().manual_seed(seed)
-        self.pool: dict[torch.device, torch.Tensor] = {}
+        self.random = random.Random(seed)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, every element nudged."""
-        return tensor + tensor * self.numbers(tensor)
+        return tensor + tensor * (self.numbers(tensor) * self.step)
 
     def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
         """One random number for each element of a tensor."""
-        pool = self.pool.get(tensor.device)
-        if pool is None or pool.numel() <= tensor.numel():
-            pool = self.pool[tensor.device] = self.draw(2 * tensor.numel() + 4096).to(tensor.device)
-        start = int(torch.randint(0, pool.numel() - tensor.numel(), (), generator=self.generator))
-        return pool[start : start + tensor.numel()].view(tensor.shape)
-
-    def draw(self, size: int) -> torch.Tensor:
-        """Normally distributed steps."""
-        return torch.randn(size, generator=self.generator, dtype=torch.float64) * self.step
+        table, size = _table(tensor.device, self.kind), tensor.numel()
+        start = self.random.randrange(_TABLE)
+        rows = -(-(start + size) // _TABLE)
+        return (table if rows == 1 else table.repeat(rows))[start : start + size].view(tensor.shape)
 
 
 class OneRounding(Nudge):
     """Rounds every element once more: up to one unit of its own dtype either way, then to that dtype."""
+
+    kind = "even"
 
     def __init__(self, seed: int) -> None:
         super().__init__(1.0, seed)
@@ -82,13 +94,8 @@ class OneRounding(Nudge):
         if tensor.is_complex():
             return tensor
         wide = tensor.to(torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else torch.float64)
-        return (wide + wide * (self.numbers(tensor).to(wide.dtype) * (torch.finfo(tensor.dtype).eps / 2))).to(
-            tensor.dtype
-        )
-
-    def draw(self, size: int) -> torch.Tensor:
-        """Evenly spread between minus one and one."""
-        return torch.rand(size, generator=self.generator, dtype=torch.float32) * 2 - 1
+        unit = torch.finfo(tensor.dtype).eps / 2
+        return (wide + wide * (self.numbers(tensor).to(wide.dtype) * unit)).to(tensor.dtype)
 
 
 class Arithmetic(TorchDispatchMode):

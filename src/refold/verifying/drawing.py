@@ -15,6 +15,7 @@ Values = dict[str, Any]
 
 SPECIAL = "NaN and infinities"
 _LARGE = 2.0**20
+_MANY, _ROWS, _PLACES = 2**14, 2, 9
 _SPECIALS = (math.nan, math.inf, -math.inf, -0.0, 2.0**-1074)
 
 
@@ -49,6 +50,23 @@ def draws(real: Values, seed: int, *, wide: bool = True) -> Iterator[tuple[str, 
     yield "large values", drawn(lambda t: normal(t) * (_LARGE if wide else math.sqrt(torch.finfo(t.dtype).max)))
     yield "negative values", drawn(lambda t: -normal(t).abs())
     yield SPECIAL, drawn(lambda t: _sprinkled(scaled(t)))
+
+
+def cropped(real: Values) -> Values:
+    """A corner of large values: less work, and another size. The very same object where nothing is large."""
+    if all(t.numel() <= _MANY for t in _tensors(real)):
+        return real
+    corner: Values = map_tensors(real, _corner)
+    return corner
+
+
+def _corner(tensor: torch.Tensor) -> torch.Tensor:
+    """The first rows, and along the axes that are places rather than features (N, L, C or N, C, H, W) the first few."""
+    sizes = list(tensor.shape)
+    places = range(2, len(sizes)) if len(sizes) > 3 else range(len(sizes) - 1)
+    for dim in {0, *places} if len(sizes) > 1 else ():
+        sizes[dim] = min(sizes[dim], _ROWS if dim == 0 and len(sizes) > 2 else _PLACES)
+    return tensor[tuple(slice(size) for size in sizes)]
 
 
 def _sprinkled(values: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from refold.verifying.arithmetic import SLACK, UNIT, Arithmetic, spread
 from refold.verifying.calls import quietly
 from refold.verifying.comparing import Difference, both_finite, compare, flat, pooled
-from refold.verifying.drawing import SPECIAL, Values, draws
+from refold.verifying.drawing import SPECIAL, Values, cropped, draws
 from refold.verifying.exact import Origins
 from refold.verifying.extracting import Extract, extract, install, seeded
 from refold.verifying.leaves import map_tensors
@@ -92,12 +92,19 @@ class Judge:
     ) -> list[Trial]:
         wide = (wide_copy(before.module), wide_copy(after.module))
         install(wide[1], exact)
+        small = [cropped(real) for real in values]
+        if any(a is not b for a, b in zip(small, values, strict=True)):
+            trials = self._trials(wide, small, extra)
+            if trials[0].ran and not trials[-1].difference.sentence:
+                return trials
+        return self._trials(wide, values, extra)  # sizes may be written into the graph: then only its own ones count
+
+    def _trials(self, sides: tuple[nn.Module, nn.Module], values: Sequence[Values], extra: float) -> list[Trial]:
         trials: list[Trial] = []
         for number, real in enumerate(values):
             for draw, inputs in draws(real, self.seed + number):
-                trial = self._try(wide, draw, inputs, extra)
-                trials.append(trial)
-                if trial.difference.sentence:
+                trials.append(self._try(sides, draw, inputs, extra))
+                if trials[-1].difference.sentence:
                     return trials
                 if number and draw == "normal values":
                     break
