@@ -281,3 +281,28 @@ def branches() -> Example:
 def exported_branches() -> Example:
     """Parallel convolutions as ATen operators."""
     return exported(branches())
+
+
+class Images(nn.Module):
+    """Convolutions and what stands between them, up to a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 3, stride=2)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.second(self.norm(self.first(x)).relu())
+        return self.head(y.reshape(2, 16)), y
+
+
+def images() -> Example:
+    """A small convolutional network, for inference."""
+    return seeded(lambda: (Images().eval(), (torch.randn(2, 3, 6, 6),)))
+
+
+def exported_images() -> Example:
+    """The same as ATen operators."""
+    return exported(images())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from refold.operations.base import Tensors
+from refold.operations.base import Operation, Tensors
 from refold.operations.batch_norm import FoldBatchNorm
 
 
@@ -72,3 +72,19 @@ class FoldBatchNormBeforeConvolution(FoldBatchNorm):
         back = old.flatten(2).sum(2).T @ bias
         through = (weight * old).flatten(2).sum((0, 2))
         return {"gamma": (through - mean * back) / spread, "beta": back}
+
+
+@dataclass(frozen=True)
+class Relayout(Operation):
+    """The same numbers in another order in memory; `strides` are those to come back to."""
+
+    structural = True
+    strides: tuple[int, ...]
+
+    def forward(self, old: Tensors) -> Tensors:
+        return {"weight": old["weight"]}
+
+    def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
+        weight = new["weight"].detach()
+        back = torch.empty_strided(weight.shape, self.strides, dtype=weight.dtype, device=weight.device)
+        return {"weight": back.copy_(weight)}
