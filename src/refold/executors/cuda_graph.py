@@ -146,7 +146,7 @@ class CapturedGraph:
         _refuse_host_tensors(self.outputs, "returns")
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], owner: GraphRunner) -> Any:
-        # The stream that warms up must be the one that captures, and the same for all graphs: cuBLAS keeps a workspace a
+        # The stream that warms up must be the one that captures, the same for all graphs: cuBLAS keeps a workspace a
         # stream, and one that is first made during a capture lies in that graph's memory and dies with it.
         stream = _capture_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
