@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from api_page import write_api_page  # noqa: E402
 from command_page import write_command_page  # noqa: E402
-from generated_text import write  # noqa: E402
+from measured_page import write_measured_page  # noqa: E402
 from transformation_pages import write_pages  # noqa: E402
 
 from refold import __version__  # noqa: E402
@@ -36,11 +36,4 @@ def setup(app: object) -> None:
     write_pages(HERE / "transformations")
     write_api_page(HERE / "generated" / "api.md")
     write_command_page(HERE / "generated" / "commands.md")
-    write(HERE / "generated" / "measured.md", measured_pages())
-
-
-def measured_pages() -> str:
-    """The tables that scripts in benchmarks/ wrote, as far as they are there."""
-    names = [name for name in ("benchmarks", "zoo") if (HERE / f"{name}.md").exists()]
-    missing = "No results are in this checkout: run `benchmarks/models.py` and `benchmarks/zoo.py`, then build again."
-    return "\n".join(["```{toctree}", *names, "```", ""]) if names else f"{missing}\n"
+    write_measured_page(HERE / "generated" / "measured.md")

@@ -1,0 +1,102 @@
+"""The page about what was measured: each benchmark with its own first line, and tables of the results there are."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from generated_text import table, write
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def write_measured_page(path: Path) -> None:
+    """Write the text that the page about measurements includes."""
+    sections = [section(name, tell) for name, tell in SECTIONS.items()]
+    write(path, "\n\n".join([scripts(), *filter(None, sections), pages(path.parent.parent)]) + "\n")
+
+
+def scripts() -> str:
+    """Every script in benchmarks/ that can be run, with the first line of its docstring."""
+    rows = []
+    for script in sorted(BENCHMARKS.glob("*.py")):
+        text = script.read_text(encoding="utf-8")
+        if "__main__" in text:
+            about = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+            rows.append((f"`benchmarks/{script.name}`", about))
+    return table(("script", "what it does"), rows)
+
+
+def pages(folder: Path) -> str:
+    """Links to the pages that the scripts wrote themselves, as far as they are there."""
+    names = [name for name in ("benchmarks", "zoo") if (folder / f"{name}.md").exists()]
+    missing = "The tables of models and of the zoo are made by `benchmarks/models.py` and `benchmarks/zoo.py`."
+    return "\n".join(["```{toctree}", *names, "```"]) if names else missing
+
+
+def section(name: str, tell: Callable[[Any], Iterator[str]]) -> str:
+    """What one result file says; nothing where there is none, or where it has another shape."""
+    file = BENCHMARKS / "results" / f"{name}.json"
+    if not file.exists():
+        return ""
+    try:
+        return "\n\n".join(tell(json.loads(file.read_text(encoding="utf-8"))))
+    except (KeyError, TypeError, AttributeError):
+        return ""
+
+
+def weights(found: dict[str, Any]) -> Iterator[str]:
+    """LoRA rounds, corrections and loading, from benchmarks/weights.py."""
+    facts = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
+    yield "## Weights"
+    yield f"From `benchmarks/weights.py` ({facts})."
+    yield "Merging and unmerging a LoRA adapter again and again; weights that came back with other bits:"
+    rows = [
+        (
+            dtype,
+            str(r["rounds"]),
+            *(f"{r[f'{who}_weights_changed']:,} of {r['weights']:,}" for who in ("refold", "peft")),
+        )
+        for dtype, r in found["lora"].items()
+    ]
+    yield table(("dtype", "rounds", "Refold", f"PEFT {next(iter(found['lora'].values()))['peft_version']}"), rows)
+    yield "Folding and unfolding all batch norms of a ResNet-50:"
+    rows = [(dtype, *shares(r), str(r["tensors_that_differ_after_undo"])) for dtype, r in found["resnet50"].items()]
+    yield table(("dtype", "folded weights", "corrections", "all that is held", "tensors that differ after undo"), rows)
+
+
+def shares(row: dict[str, Any]) -> tuple[str, str, str]:
+    """The folded weights, and what is held to restore them as a share of that."""
+    return f"{row['folded_bytes'] / 1e6:.1f} MB", f"{row['corrections_share']:.1%}", f"{row['held_share']:.1%}"
+
+
+def faults(found: dict[str, Any]) -> Iterator[str]:
+    """Injected faults, from benchmarks/faults.py."""
+    rows = [(name, f"{entry['lines tried']:,}", str(len(entry["damaged"]))) for name, entry in found.items()]
+    yield "## Faults"
+    yield (
+        "From `benchmarks/faults.py`: every executed line of every rewrite was made to fail, on the way there and "
+        "back, with an exception and with Ctrl-C."
+    )
+    yield table(("rewrite", "faults injected", "that left a trace"), rows)
+
+
+def verification(found: dict[str, Any]) -> Iterator[str]:
+    """Both error rates of the verification, from benchmarks/verify.py."""
+    summary = found["summary"]
+    names = {"verify": "`refold.verify`", "end_to_end": "whole model in float64", "allclose": "`torch.allclose`"}
+    rows = [(name, f"{summary['false_alarms'][key]:,}", f"{summary['missed'][key]:,}") for key, name in names.items()]
+    alarms, misses = f"{summary['right_rewrites']:,} right rewrites", f"{summary['planted_defects']:,} planted defects"
+    yield "## Verification"
+    yield "From `benchmarks/verify.py`: rewrites in three dtypes, right ones and ones with a planted mistake."
+    yield table(("method", f"alarms on {alarms}", f"missed of {misses}"), rows)
+
+
+SECTIONS: dict[str, Callable[[Any], Iterator[str]]] = {
+    "verify": verification,
+    "weights": weights,
+    "faults": faults,
+}
