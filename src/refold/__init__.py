@@ -31,6 +31,7 @@ from refold.transformation import (
     compose,
 )
 from refold.transformations.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
+from refold.transformations.channels_last import ChannelsLast
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 from refold.transformations.fold_constants import FoldConstants
@@ -38,6 +39,7 @@ from refold.transformations.fuse_attention import FuseAttention
 from refold.transformations.fuse_batch_norm_1d_in_linear import FuseBatchNorm1dInLinear
 from refold.transformations.fuse_batch_norm_2d_in_conv_2d import FuseBatchNorm2dInConv2d
 from refold.transformations.fuse_bias_in_linear import FuseBiasInLinear
+from refold.transformations.merge_convolutions import MergeConvolutions
 from refold.transformations.merge_linears import MergeLinears
 from refold.transformations.merge_lora import MergeLora
 from refold.transformations.remove_no_ops import RemoveNoOps
@@ -48,6 +50,7 @@ __all__ = [
     "BrokenTransformation",
     "CaptureError",
     "ChangeTrueDivToMulByInverse",
+    "ChannelsLast",
     "DeepCopy",
     "EliminateCommonSubexpressions",
     "FoldBatchNorm",
@@ -59,6 +62,7 @@ __all__ = [
     "GraphEdited",
     "History",
     "LintAndRecompile",
+    "MergeConvolutions",
     "MergeLinears",
     "MergeLora",
     "NotAGraphModule",

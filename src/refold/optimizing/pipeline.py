@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from refold.errors import RefoldError
 from refold.transformation import Transformation, check_transformation
+from refold.transformations.channels_last import ChannelsLast
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 from refold.transformations.fold_constants import FoldConstants
 from refold.transformations.fuse_attention import FuseAttention
+from refold.transformations.merge_convolutions import MergeConvolutions
 from refold.transformations.merge_linears import MergeLinears
 from refold.transformations.remove_no_ops import RemoveNoOps
 from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
@@ -34,6 +36,8 @@ def default_pipeline(level: str = "default") -> tuple[Transformation, ...]:
         EliminateCommonSubexpressions(),
         FoldBatchNorm(),
         MergeLinears(),
+        MergeConvolutions(),
+        ChannelsLast(),
     )
 
 
