@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import resource
 import signal
 import sys
@@ -72,6 +73,7 @@ def main() -> None:
         wanted = [n for n, r in results.items() if not _good(r)]
     elif not options.only:
         wanted = [n for n in wanted if n not in results]
+        random.Random(0).shuffle(wanted)  # a sweep that is stopped early has seen a fair sample
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = {pool.submit(run_apart, name, options.timeout): name for name in wanted}
         for done in as_completed(waiting):

@@ -539,6 +539,24 @@ def test_the_model_and_the_random_state_are_as_before() -> None:
     assert model.calls == 1, "what the graph writes, it writes into the model's own buffer"
 
 
+class CastsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear = self.linear.to(torch.float32)
+        return self.linear(x)
+
+
+def test_a_cast_that_changes_nothing_is_no_obstacle() -> None:
+    model = CastsItself().eval()
+    captured = trace(model, seeded(2, 4))
+    assert capture_report(captured).method == "torch.export"
+    assert captured.linear is model.linear
+    assert "to" not in vars(model.linear)
+
+
 @pytest.mark.parametrize("name", ["block", "manners"])
 def test_compile_export_and_jit_take_it(name: str, manners: Manners) -> None:
     model, inputs = (Block().eval(), (seeded(2, 4),)) if name == "block" else (manners, (IDS,))

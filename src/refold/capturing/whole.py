@@ -14,6 +14,7 @@ from torch import nn
 from refold.capturing.assembling import assemble
 from refold.capturing.baked import dtype_reason, mode_reason
 from refold.capturing.calling import Calling, bind
+from refold.capturing.casting import idle_casts
 from refold.capturing.checking import Trials, compare, run, try_sizes
 from refold.capturing.devices import unpin
 from refold.capturing.errors import CaptureError, CaptureMismatch
@@ -155,7 +156,7 @@ class _Work:
 
     def _capture(self, plan: _Plan) -> Captured:
         clock = _Clock()
-        with untouched(self.model), self.way.around(self.model):
+        with untouched(self.model), idle_casts(self.model), self.way.around(self.model):
             exported = export(self.model, self.calling, plan.example, plan.shapes)
         clock.lap("export")
         plain = unlift(exported, self.calling)
