@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch.fx import GraphModule
 
+from refold.releasing import Ledger
 from refold.snapshot import Snapshot
 
 _INTERRUPTS_ENDURED = 100
@@ -18,9 +19,13 @@ def atomically(gm: GraphModule, work: Callable[[Snapshot], _T]) -> _T:
     photograph. The work is a function and not the body of a `with`: an interrupt that comes while a `with` is being
     left, after its body is done, is seen by nobody. For the same reason `work` does everything, also what comes last.
     """
+    ledger = Ledger(gm)
     before = Snapshot.of(gm)
+    before.ledger = ledger
     try:
-        return work(before)
+        outcome = work(before)
+        ledger.settle(before.modules.values())
+        return outcome
     except BaseException:
         _put_back(gm, before)
         raise
@@ -30,8 +35,10 @@ def _put_back(gm: GraphModule, before: Snapshot) -> None:
     """Restoring can be repeated, so an interrupt in the middle of it only makes it start again."""
     for _ in range(_INTERRUPTS_ENDURED):
         try:
+            before.ledger.refill()
             before.restore(gm)
             return
         except KeyboardInterrupt:
             continue
+    before.ledger.refill()
     before.restore(gm)

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from refold import fx_private, recording
 from refold.history import find_tensor
-from refold.weights import Operation, Tensors, TensorSpec, WeightMap, apply_map
+from refold.weights import MapRecord, Operation, Tensors, TensorSpec, WeightMap, apply_map
 
 
 class Editor:
@@ -117,6 +117,7 @@ class Editor:
         new, record = apply_map(WeightMap(operation, sources, targets), old, keep)
         record.specs = {role: TensorSpec.of(tensor) for role, tensor in old.items()}
         recording.current().maps.append(record)
+        _release(record, old, new)
         return new
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -124,6 +125,13 @@ class Editor:
         if tensor is None:
             raise KeyError(f"there is no parameter or buffer named {name}")
         return tensor
+
+
+def _release(record: MapRecord, old: Tensors, new: Tensors) -> None:
+    """Let go of the memory of weights that the record can give back."""
+    ledger = recording.current().ledger
+    for role in record.residues:
+        ledger.release(old[role], lambda role=role: record.recover(new)[role])  # type: ignore[misc]
 
 
 def twin_of(module: nn.Module, **tensors: torch.Tensor | None) -> nn.Module:

@@ -17,8 +17,9 @@ from refold.errors import GraphEdited, NotAGraphModule, NothingToUndo, OutOfOrde
 from refold.expected import ExpectedGraph
 from refold.fingerprint import fingerprint
 from refold.gradients import gradients_back
+from refold.releasing import Ledger
 from refold.restoring import Birth, put_back
-from refold.weights import NoInverse
+from refold.weights import MapRecord, NoInverse, Tensors
 
 _WAYS_OUT = (
     "Pass weights='original' to get the weights of the moment before the rewrite, or refold.commit(gm) to keep it."
@@ -172,16 +173,18 @@ def undo_chosen(
     """Undo changes by their places in the history, one after the other, all or none."""
     if weights not in ("carry", "original"):
         raise ValueError(f"weights must be 'carry' or 'original', not {weights!r}")
-    return atomically(gm, lambda _: _undo_all(gm, chosen, weights, lint_and_recompile))
+    return atomically(gm, lambda before: _undo_all(gm, chosen, weights, lint_and_recompile, before.ledger))
 
 
-def _undo_all(gm: GraphModule, chosen: list[int], weights: str, lint_and_recompile: bool) -> GraphModule:
+def _undo_all(
+    gm: GraphModule, chosen: list[int], weights: str, lint_and_recompile: bool, ledger: Ledger
+) -> GraphModule:
     expected = history(gm).expected
     if expected is not None:
         expected.check(gm)
     revived: list[torch.Tensor] = []
     for index in chosen:
-        revived += _undo_one(gm, index, weights)
+        revived += _undo_one(gm, index, weights, ledger)
     if lint_and_recompile:
         gm.graph.lint()
         gm.recompile()
@@ -189,7 +192,7 @@ def _undo_all(gm: GraphModule, chosen: list[int], weights: str, lint_and_recompi
     return gm
 
 
-def _undo_one(gm: GraphModule, index: int, weights: str) -> list[torch.Tensor]:
+def _undo_one(gm: GraphModule, index: int, weights: str, ledger: Ledger) -> list[torch.Tensor]:
     past = history(gm)
     change = past.changes[index]
     blockers = [later.label for later in past.changes[index + 1 :] if change.conflicts_with(later)]
@@ -200,7 +203,7 @@ def _undo_one(gm: GraphModule, index: int, weights: str) -> list[torch.Tensor]:
         )
     if weights == "carry":
         _check_unmapped_weights(gm, change)
-    tensors = _recover(gm, change, weights)
+    tensors = _recover(gm, change, weights, ledger)
     assert past.birth is not None
     put_back(gm, change, tensors, past.birth)
     rest = (*past.changes[:index], *past.changes[index + 1 :])
@@ -219,7 +222,7 @@ def _check_unmapped_weights(gm: GraphModule, change: Change) -> None:
             )
 
 
-def _recover(gm: GraphModule, change: Change, weights: str) -> dict[str, torch.Tensor]:
+def _recover(gm: GraphModule, change: Change, weights: str, ledger: Ledger) -> dict[str, torch.Tensor]:
     """The tensors that the change's weight maps give back, by name; live originals where they still fit."""
     found: dict[str, torch.Tensor] = {}
     for record in reversed(change.maps):  # a map may have read what an earlier one of the same change made
@@ -233,12 +236,19 @@ def _recover(gm: GraphModule, change: Change, weights: str) -> dict[str, torch.T
                 f"{layer} cannot be carried back through {change.label}: {reason}. {_WAYS_OUT}"
             ) from None
         grads = gradients_back(record, current, values)
+        _release(record, current, values, ledger)
         for role, value in values.items():
             tensor = record.specs[role].revive(value)
             if role in grads and tensor.requires_grad:
                 tensor.grad = grads[role].to(tensor.dtype)
             found[record.map.sources[role]] = tensor
     return found
+
+
+def _release(record: MapRecord, current: Tensors, values: Tensors, ledger: Ledger) -> None:
+    """Let go of the memory of folded weights that can be folded again from the recovered ones."""
+    for role in current if record.residues and not record.changed(current) else ():
+        ledger.release(current[role], lambda role=role: record.map.operation.forward(values)[role])  # type: ignore[misc]
 
 
 def _target(gm: GraphModule, name: str, label: str) -> torch.Tensor:

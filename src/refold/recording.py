@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from refold.releasing import Ledger
 from refold.result import Refused, Rewritten
 from refold.weights import MapRecord
 
@@ -20,6 +21,8 @@ class Recording:
     maps: list[MapRecord] = field(default_factory=list)
     rewritten: list[Rewritten] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+    """Where weights that can be computed again give their memory up."""
 
     def skip(self, node: Node | str, reason: str) -> None:
         """Say why a place was left alone."""

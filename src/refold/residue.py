@@ -14,7 +14,7 @@ import torch
 from refold.fingerprint import flat_bytes, raw_bytes
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 5 << 15
+_PIECE = 5 << 13
 _PLACES = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)
 
 

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from refold import fx_private
+from refold.releasing import Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,8 @@ class Snapshot:
     base_counts: dict[str, int]
     used_names: set[str]
     memory: list[tuple[torch.Tensor, int | None, int | None]] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+    """Weights whose memory was given up since."""
 
     @classmethod
     def of(cls, gm: GraphModule) -> Snapshot:

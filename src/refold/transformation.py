@@ -135,6 +135,7 @@ def _transform(
 ) -> GraphModule:
     label = repr(transformation)
     with recording.recording() as notes:
+        notes.ledger = before.ledger
         output = transformation.transform(gm)
         if not isinstance(output, GraphModule):
             given = "nothing" if output is None else f"a {type(output).__name__}"
