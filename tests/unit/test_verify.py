@@ -269,6 +269,22 @@ def test_moving_a_read_across_a_write_is_wrong():
     assert not verify(_apply(Read(), move), torch.randn(3)).right
 
 
+def test_dropping_a_copy_that_a_write_needed_is_wrong():
+    class Copied(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            kept = y.clone()
+            y.add_(1)
+            return kept - 3, y
+
+    def drop(gm):
+        node = _node(gm, "clone")
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+    assert not verify(_apply(Copied(), drop), torch.randn(3)).right
+
+
 def test_integers_masks_and_nothing_are_compared_exactly():
     class Ints(nn.Module):
         def forward(self, x, ids=None, scale=2):

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from refold import fx_private
-from refold.aliasing import written_by
+from refold.aliasing import writes_to, written_by
 from refold.change import Change, join_path
 from refold.fingerprint import same_bits
 from refold.purity import name_of
@@ -101,8 +101,18 @@ class Cutter:
     # --- finding ---------------------------------------------------------------------------------------------------
 
     def _order_matters(self) -> bool:
-        moved = self.stage.change.moved
-        return bool(moved) and any(written_by(self.stage.after, n) for n in self.nodes[1].values())
+        """Whether something is written in place that was moved past, or that is now read where a copy was before."""
+        writers = [n for n in self.nodes[1].values() if written_by(self.stage.after, n)]
+        if not writers or self.stage.change.moved:
+            return bool(writers)
+        return any(self._shares_now(b, a, writers) for pairs in self.rewired.values() for b, a in pairs if b != a)
+
+    def _shares_now(self, old: str, new: str, writers: list[Node]) -> bool:
+        before, after = self.stage.before, self.stage.after
+        if writes_to(after, self.nodes[1][new], writers) is None:
+            return False
+        former = [n for n in self.nodes[0].values() if written_by(before, n)]
+        return writes_to(before, self.nodes[0][old], former) is None
 
     def _inputs(self, side: int, name: str) -> list[str]:
         return [n.name for n in self.nodes[side][name].all_input_nodes]
