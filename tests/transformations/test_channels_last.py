@@ -75,6 +75,25 @@ def test_views_become_reshapes_and_strides_are_refused():
     assert not refold.history(gm) and "memory layout" in refold.result(gm).refused[0].reason
 
 
+def test_what_leaves_in_a_container():
+    class Container(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return {"parts": y.chunk(2, 1), "whole": y}
+
+    gm = symbolic_trace(Container())
+    x = torch.randn(2, 3, 5, 5)
+    expected = gm(x)
+    ChannelsLast()(gm)
+    assert refold.history(gm)
+    assert torch.allclose(gm(x)["whole"], expected["whole"], rtol=1e-5, atol=1e-6) and gm(x)["whole"].is_contiguous()
+    assert torch.allclose(torch.cat(gm(x)["parts"], 1), expected["whole"], rtol=1e-5, atol=1e-6)
+
+
 def test_nothing_to_do():
     gm = symbolic_trace(nn.Sequential(nn.Conv2d(1, 4, 1), nn.Linear(3, 3)))
     ChannelsLast()(gm)

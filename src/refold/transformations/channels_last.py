@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from refold.edit import Editor, twin_of
 from refold.match import Call, GraphView, match_conv, match_conv_transpose, rank_of
-from refold.purity import is_pure, name_of
+from refold.purity import name_of
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 from refold.weight_operations import Relayout
 
@@ -145,7 +145,8 @@ def _behind(view: GraphView, convs: dict[Node, Call]) -> set[Node]:
     found: set[Node] = set(convs)
     for node in view.nodes:
         may_be_image = rank_of(node) in (None, 4) or name_of(node) in _ENDS
-        if node.op != "output" and may_be_image and not found.isdisjoint(node.all_input_nodes):
+        computes = node.op != "output" and not _is_foreign(view, node)
+        if computes and may_be_image and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 
@@ -157,12 +158,17 @@ _ENDS = {"view", "_unsafe_view", *_NEED_LAYOUT}
 def _exits(view: GraphView, behind: set[Node]) -> Iterator[tuple[Node, Node]]:
     """(value, reader) where an image leaves the graph or meets code that nobody knows."""
     for node in view.nodes:
-        unknown = node.op in ("call_function", "call_method", "call_module") and not is_pure(view.gm, node)
-        if node.op != "output" and not (unknown and _is_foreign(view, node)):
+        if node.op != "output" and not _is_foreign(view, node):
             continue
         for value in node.all_input_nodes:
-            if value in behind and rank_of(value) in (None, 4) and name_of(value) != "contiguous":
+            if value in behind and _is_image(value) and name_of(value) != "contiguous":
                 yield value, node
+
+
+def _is_image(node: Node) -> bool:
+    """Whether a value is one image: of four dimensions, or what a module of torch makes from one."""
+    rank = rank_of(node)
+    return rank == 4 or (rank is None and node.op == "call_module")
 
 
 def _is_foreign(view: GraphView, node: Node) -> bool:
