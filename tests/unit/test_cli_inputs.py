@@ -121,6 +121,23 @@ def test_a_transformers_folder_comes_back_from_its_configuration(tmp_path: Path,
     assert code == 2 and "takes at most 32" in err
 
 
+def test_a_transformers_model_makes_the_round_trip(tmp_path: Path, refold_command: Run) -> None:
+    """Optimized with the default pipeline, saved, and undone from nothing but the folder."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=50, max_position_embeddings=32, **small)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    fixed = ["--backend", "plain", "--time-budget", 5]
+    code, _, err = refold_command("optimize", tmp_path / "bert", "--out", tmp_path / "out", *fixed)
+    assert code == 0, err
+    shutil.rmtree(tmp_path / "bert")
+    code, out, err = refold_command("undo", tmp_path / "out", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert "MergeLinears()" in told["undone"] and told["left"] == 0
+    assert told["compared"] > 20 and told["different"] == []
+
+
 def test_timm_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "timm.py").write_text(
         "from torch import nn\n"
