@@ -22,6 +22,11 @@ class Budget:
         """Seconds that are left."""
         return float("inf") if self.seconds is None else max(0.0, self.seconds - self.spent)
 
+    @property
+    def used(self) -> float:
+        """The part of the budget that is spent, from 0; never above 0 without a limit."""
+        return 0.0 if not self.seconds else self.spent / self.seconds
+
     def share(self, part: float, most: float) -> float:
         """A part of what is left, but no more than `most` seconds."""
         return min(most, self.left * part)

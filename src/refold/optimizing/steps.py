@@ -23,6 +23,7 @@ from refold.transformation import Transformation
 from refold.verify import Verification, verify_last
 
 _MEASURE_SECONDS = 2.0
+_REWRITING_SHARE = 0.5  # of a time budget; the rest is for choosing how to run the result
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ def take_steps(
 
 
 def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, level: str, budget: Budget) -> Step:
+    if budget.used > _REWRITING_SHARE:
+        outcome = Result(repr(transformation), note="It was not tried: its share of the time budget was spent.")
+        return Step(transformation, "refused", outcome, note=outcome.note)
     before, changes = hollow_copy(gm), len(history(gm))
     try:
         transformation(gm)
@@ -87,9 +91,9 @@ def _bit_identical(before: GraphModule, after: GraphModule, inputs: Inputs) -> b
 
 def _measured(before: GraphModule, after: GraphModule, inputs: Inputs, budget: Budget) -> Measurement | None:
     """Both versions in turn; None where there is no time left to tell."""
-    seconds = budget.share(0.05, _MEASURE_SECONDS)
-    if seconds < 0.05:
+    if budget.used > _REWRITING_SHARE:
         return None
+    seconds = budget.share(0.05, _MEASURE_SECONDS)
     a, b = _replayed(before, inputs), _replayed(after, inputs)
     return measure(a, b, inputs, time_budget=seconds)
 
