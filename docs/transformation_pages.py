@@ -10,6 +10,7 @@ from generated_text import fenced, table, write
 from torch.fx import GraphModule, symbolic_trace
 
 import refold
+from refold.optimizing.pipeline import default_pipeline
 from refold.pipelines import settings_of
 from refold.plugins import find_plugins
 from refold.rewrite import Rewrite
@@ -28,8 +29,10 @@ def write_pages(folder: Path) -> None:
     classes = built_in()
     rows = [(f"[{cls.__name__}]({cls.__name__}.md)", cls.kind, summary(cls)) for cls in classes]
     names = "\n".join(cls.__name__ for cls in classes)
+    tried = ", ".join(f"`{type(t).__name__}`" for t in default_pipeline())
     index = (
-        "# Transformations\n\nThese pages are generated from the transformations' own docstrings and examples.\n\n"
+        "# Transformations\n\nThese pages are generated from the transformations' own docstrings and examples. "
+        f"[`refold.optimize`](../optimizing.md) tries, in this order: {tried}.\n\n"
         f"{table(('name', 'kind', 'what it does'), rows)}\n\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
     )
     write(folder / "index.md", index)
