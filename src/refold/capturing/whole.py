@@ -227,13 +227,14 @@ def attach_record(
     constants: Mapping[str, Any],
 ) -> None:
     """Give a captured module what it must know about itself."""
+    read = {str(n.target) for n in captured.graph.find_nodes(op="get_attr")}
     captured.meta[RECORD] = Record(
         report=report,
         calling=calling,
         sizes=rules,
         original=Original(model),
         unread=unread_tensors(captured, model),
-        dtype_reason=dtype_reason(captured.graph, dict(constants)),
+        dtype_reason=dtype_reason(captured.graph, {k: v for k, v in constants.items() if k in read}),
         mode_reason=mode_reason(captured.graph, model),
     )
 
