@@ -13,7 +13,7 @@ from refold.command_line.choosing import chosen
 from refold.command_line.progress import told
 from refold.command_line.screen import Screen
 from refold.command_line.subject import Subject, Wanted, prepare
-from refold.command_line.tables import Column, table
+from refold.command_line.tables import Column, grouped, table
 from refold.executors import executors, unavailable
 from refold.measure import Comparison, Timing, measure_many
 from refold.optimize import optimize
@@ -49,10 +49,10 @@ def bench_model(screen: Screen, wanted: Wanted, level: str, pipeline: Path | Non
         tell("timing in turn", 0.9)
         comparison = race.run()
     data = {"subject": subject.describe(), **comparison.to_dict(), "grades": race.grades, "left_out": race.left_out}
-    left_out = [(name, why) for name, why in (race.left_out | comparison.failed).items()]
-    parts = [table(_title(subject), _COLUMNS, [_row(comparison, t, race) for t in comparison.ranked])]
-    parts += [table("not in the race", ["contender", "why"], left_out)] if left_out else []
-    screen.show(data, *parts)
+    rows = [_row(comparison, timing, race) for timing in comparison.ranked]
+    left_out = grouped((race.left_out | comparison.failed).items(), most_names=99)
+    lines = [f"not in the race: {names} ({why})" for _, why, names in left_out]
+    screen.show(data, table(_title(subject), _COLUMNS, rows), *lines)
 
 
 class Race:

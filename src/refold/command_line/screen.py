@@ -13,6 +13,8 @@ from typing import Any, TextIO
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+_WIDTH = 120
+
 
 class Screen:
     """The two streams of a command. With `json`, stdout gets one JSON object and not a byte else."""
@@ -21,6 +23,8 @@ class Screen:
         self.as_json = as_json
         self._out = out or sys.stdout
         self.out = Console(file=self._out, highlight=False, markup=False, emoji=False)
+        if not self.out.is_terminal:
+            self.out.width = _WIDTH  # a file or a pipe has room for whole tables
         self.err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
     def tell(self, message: str) -> None:
