@@ -109,6 +109,11 @@ def rows_along(vector: torch.Tensor, axis: int, part: torch.Tensor, rows: slice)
     return along(vector[rows] if axis == 0 else vector, axis, part)
 
 
+def multiplied(part: torch.Tensor, vector: torch.Tensor, axis: int, rows: slice) -> torch.Tensor:
+    """Some rows of a weight multiplied by a vector along an axis."""
+    return part * rows_along(vector, axis, part, rows)
+
+
 def divided(part: torch.Tensor, vector: torch.Tensor, axis: int, rows: slice) -> torch.Tensor:
     """Some rows of a weight divided by a vector along an axis; 0 where the vector is 0."""
     factor = rows_along(vector, axis, part, rows)

@@ -14,9 +14,9 @@ from refold.operations.base import (
     along,
     by_rows,
     divided,
+    multiplied,
     prefer_exact,
     row_pieces,
-    rows_along,
 )
 
 
@@ -56,8 +56,8 @@ class FoldBatchNorm(Operation):
         else:
             moved = self._through(weight.double(), shift)
             new_bias = moved if bias is None else bias + moved
-        multiply = lambda part, rows: part * rows_along(scale, self.channel, part, rows)  # noqa: E731
-        new = {"weight": by_rows(weight, multiply), "bias": new_bias}
+        new_weight = by_rows(weight, lambda part, rows: multiplied(part, scale, self.channel, rows))
+        new = {"weight": new_weight, "bias": new_bias}
         new |= {"scale": scale, "shift": shift} if self.guard else {}
         return {role: value.to(weight.dtype) for role, value in new.items()}
 

@@ -14,9 +14,9 @@ from refold.operations.base import (
     along,
     by_rows,
     divided,
+    multiplied,
     prefer_exact,
     row_pieces,
-    rows_along,
 )
 
 
@@ -43,8 +43,7 @@ class Scale(Operation):
 
     def forward(self, old: Tensors) -> Tensors:
         factor = self._vector(old)
-        multiply = lambda part, rows: part * rows_along(factor, self.channel, part, rows)  # noqa: E731
-        return {"weight": by_rows(old["weight"], multiply)}
+        return {"weight": by_rows(old["weight"], lambda part, rows: multiplied(part, factor, self.channel, rows))}
 
     def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
         factor = self._vector(kept)
