@@ -10,18 +10,8 @@ from typing import Any
 from torch.fx.node import map_aggregate
 
 from refold.keeping import held_tensors
-from refold.snapshot import NodeRecord, Ref
+from refold.snapshot import MISSING, NodeRecord, Ref
 from refold.weights import MapRecord
-
-
-class _Missing:
-    """Stands for 'there was no such key'."""
-
-    def __reduce__(self) -> str:
-        return "MISSING"
-
-
-MISSING = _Missing()
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from refold import fx_private
-from refold.change import MISSING, Change, TableChange, join_path
+from refold.change import Change, TableChange, join_path
 from refold.fingerprint import same_bits
-from refold.keeping import keep
-from refold.snapshot import ModuleRecord, NodeRecord, Ref, Snapshot, same_value
+from refold.keeping import keep, with_holders
+from refold.snapshot import MISSING, ModuleRecord, NodeRecord, Ref, Snapshot, same_value
 from refold.weights import MapRecord
 
 _FIELDS = ("op", "target", "args", "kwargs", "type")
@@ -30,7 +31,7 @@ def difference(before: Snapshot, after: Snapshot, maps: Iterable[MapRecord] = ()
     erased = {name: _record(old[name][1], names) for name in old if name not in new}
     created = {name: _record(new[name][1], None) for name in new if name not in old}
     changed = dict(_changed_nodes(old, new, names))
-    mapped = {name for record in maps for name in record.map.sources.values()}
+    mapped = with_holders(name for record in maps for name in record.map.sources.values())
     tables = _changed_tables(before, after, mapped)
     attributes = _changed_attributes(before, after)
     moved = _moved([n for n in old if n in new], [n for n in new if n in old])
@@ -96,6 +97,8 @@ def _changed_metas(old: dict[str, Any], new: dict[str, Any]) -> dict[str, dict[s
         if name not in new:
             continue
         before, after = fields[6], new[name][1][6]
+        if not before and not after:
+            continue
         if len(before) == len(after) and all(before[k] is after.get(k, MISSING) for k in before):
             continue
         keys = [k for k in {**before, **after} if before.get(k, MISSING) is not after.get(k, MISSING)]
@@ -125,7 +128,11 @@ def _changed_tables(before: Snapshot, after: Snapshot, mapped: set[str]) -> dict
     changed = {}
     for path, record, other in _same_modules(before, after):
         for name, entries in record.tables.items():
+            if not entries and not other.tables[name]:
+                continue
             old, new = _without_history(path, entries), _without_history(path, other.tables[name])
+            if not copied and list(old) == list(new) and all(map(is_, old.values(), new.values())):
+                continue
             gone = {k: v for k, v in old.items() if k not in new or not _same_entry(v, new[k], copied)}
             added = tuple(k for k, v in new.items() if k not in old or k in gone)
             if gone or added or list(old) != list(new):
@@ -143,10 +150,9 @@ def _changed_attributes(before: Snapshot, after: Snapshot) -> dict[str, dict[str
     for path, record, other in _same_modules(before, after):
         if other.module is not record.module:
             continue  # a copy came back: its attributes are its own
-        old, new = record.attributes, other.attributes
-        keys = [k for k in {**old, **new} if not same_value(old.get(k, MISSING), new.get(k, MISSING))]
-        if keys:
-            changed[path] = {k: old.get(k, MISSING) for k in keys}
+        found = record.changed_attributes()
+        if found:
+            changed[path] = found
     return changed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,6 +32,13 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_WRITTEN_INTO = (
+    *_HOOKS,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_non_persistent_buffers_set",
+)
 
 
 # --- modules -----------------------------------------------------------------------------------------------------
@@ -43,8 +52,46 @@ def table(module: nn.Module, name: str) -> dict[str, Any]:
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's attributes without its tables and without what a GraphModule derives from its graph."""
+    return without_tables(module, module.__dict__)
+
+
+def without_tables(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Those of a module's attributes that are plain."""
     skip = _DERIVED.union(TABLES) if isinstance(module, GraphModule) else TABLES
-    return {k: v for k, v in module.__dict__.items() if k not in skip}
+    return {k: v for k, v in attributes.items() if k not in skip}
+
+
+def all_attributes(module: nn.Module) -> dict[str, Any]:
+    """A copy of all that a module has, its tables included (by reference)."""
+    return module.__dict__.copy()
+
+
+def has_all_attributes(module: nn.Module, attributes: dict[str, Any]) -> bool:
+    """Whether a module has just these very objects under just these names."""
+    live = module.__dict__
+    return live.keys() == attributes.keys() and all(map(operator.is_, live.values(), attributes.values()))
+
+
+def containers(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Copies of those attributes that torch itself writes into (hooks, names of buffers), if they hold anything."""
+    return {name: copy.copy(found) for name in _WRITTEN_INTO if (found := attributes.get(name))}
+
+
+def filled_containers(module: nn.Module, contents: dict[str, Any]) -> list[str]:
+    """The names of a module's containers that hold something, or held something before."""
+    live = module.__dict__
+    return [name for name in _WRITTEN_INTO if live.get(name) or name in contents]
+
+
+def is_written_into(name: str) -> bool:
+    """Whether torch writes into the container of this name."""
+    return name in _WRITTEN_INTO
+
+
+def fill_container(container: Any, entries: Any) -> None:
+    """Let a container hold just these entries; None stands for none."""
+    container.clear()
+    container.update(entries or ())
 
 
 def set_plain_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -83,13 +130,14 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     while pending:
         path, module = pending.pop()
         yield path, module
-        if isinstance(module, torch.jit.ScriptModule):
+        children = module.__dict__.get("_modules")
+        if not children or isinstance(module, torch.jit.ScriptModule):
             continue
         prefix = path + "." if path else ""
-        children = [(prefix + name, child) for name, child in table(module, "_modules").items() if child is not None]
-        if module is root:
-            children = [(name, child) for name, child in children if name != HISTORY_CHILD]
-        pending.extend(reversed(children))
+        hidden = HISTORY_CHILD if module is root else None
+        found = [(prefix + k, child) for k, child in children.items() if child is not None and k != hidden]
+        found.reverse()
+        pending += found
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------
@@ -113,6 +161,13 @@ def graph_state(gm: GraphModule) -> GraphState:
     derived = {k: v for k, v in gm.__dict__.items() if k in _DERIVED}
     nodes = [node_state(node) for node in graph.nodes]
     return (graph, nodes, namespace, graph._codegen, graph._insert, derived, _own_forward(gm))
+
+
+def look_at_graph(gm: GraphModule) -> GraphState:
+    """What `graph_state` tells, only to be compared, without copies that restoring would need."""
+    graph = gm.graph
+    nodes = [(n, (n.name, n.op, n.target, n._args, n._kwargs, n.type, n.meta, None), None, None) for n in graph.nodes]
+    return (graph, nodes, None, graph._codegen, None, None, None)
 
 
 def restore_graph(gm: GraphModule, state: GraphState) -> None:
@@ -225,10 +280,10 @@ def returns_alias(op: Any) -> bool:
     return any(r.alias_info is not None for r in op._schema.returns)
 
 
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """The address of a tensor's memory; None for tensors that have none."""
+def address_of(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's first element; None for tensors that have none."""
     try:
-        return int(tensor.untyped_storage().data_ptr())
+        return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
         return None
 

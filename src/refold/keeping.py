@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +55,25 @@ def _holds(module: nn.Module, tables: dict[str, dict[str, Any]]) -> bool:
     return all(same(name, entries) for name, entries in tables.items())
 
 
+def with_holders(names: Iterable[str]) -> set[str]:
+    """Names of tensors, and the paths of all modules that hold one of them."""
+    found: set[str] = set()
+    for name in names:
+        while name and name not in found:
+            found.add(name)
+            name = name.rpartition(".")[0]
+    return found
+
+
 def keep(value: Any, path: str, mapped: set[str]) -> Any:
-    """What to store of a removed table entry, so that tensors in `mapped` are not held."""
+    """What to store of a removed table entry, so that tensors in `mapped` (see `with_holders`) are not held."""
     if isinstance(value, torch.Tensor):
         return Slot(path) if path in mapped else value
     if not isinstance(value, nn.Module) or isinstance(value, torch.jit.ScriptModule):
         return value
-    prefix = path + "."
-    if not any(name.startswith(prefix) for name in mapped):
+    if path not in mapped:
         return value
+    prefix = path + "."
     tables = {
         name: {k: keep(v, prefix + k, mapped) for k, v in fx_private.table(value, name).items()}
         for name in fx_private.TABLES

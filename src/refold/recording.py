@@ -23,6 +23,8 @@ class Recording:
     refused: list[Refused] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     """Where weights that can be computed again give their memory up."""
+    signatures: dict[int, int] = field(default_factory=dict)
+    """Signatures by the id of the transformation: settings do not change while a call runs."""
 
     def skip(self, node: Node | str, reason: str) -> None:
         """Say why a place was left alone."""

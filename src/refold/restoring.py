@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from refold import fx_private
-from refold.change import MISSING, Change
+from refold.change import Change
 from refold.keeping import revive
-from refold.snapshot import Ref
+from refold.snapshot import MISSING, Ref
 
 
 def put_back(gm: GraphModule, change: Change, tensors: dict[str, torch.Tensor], birth: Birth) -> None:
@@ -134,5 +134,7 @@ def _put_attributes_back(module: nn.Module, values: dict[str, Any]) -> None:
     for key, value in values.items():
         if value is MISSING:
             fx_private.drop_plain_attribute(module, key)
+        elif fx_private.is_written_into(key) and key in module.__dict__:
+            fx_private.fill_container(module.__dict__[key], value)
         else:
             fx_private.set_plain_attribute(module, key, copy.copy(value) if isinstance(value, set) else value)

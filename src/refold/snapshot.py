@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,6 +103,16 @@ def record_node(node: Node) -> NodeRecord:
     return NodeRecord(node.name, node.op, node.target, to_refs(node.args), to_refs(node.kwargs), node.type)
 
 
+class _Missing:
+    """Stands for 'there was no such key'."""
+
+    def __reduce__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
 def same_value(a: Any, b: Any) -> bool:
     """Equal in value and in kind: 49 is not 49.0, True is not 1, 0.0 is not -0.0, a tensor is only itself."""
     if a is b:
@@ -121,35 +133,63 @@ def same_value(a: Any, b: Any) -> bool:
         return False
 
 
-@dataclass
+@dataclass(slots=True)
 class ModuleRecord:
-    """A module's plain attributes and tables, by reference."""
+    """What a module has, by reference; of its tables and of containers that torch writes into, what they held."""
 
     module: nn.Module
-    attributes: dict[str, Any]
+    everything: dict[str, Any]
     tables: dict[str, dict[str, Any]]
+    contents: dict[str, Any]
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleRecord:
         """Photograph one module."""
-        attributes = fx_private.plain_attributes(module)
-        persistence = "_non_persistent_buffers_set"  # a set that register_buffer writes in place
-        if persistence in attributes:
-            attributes[persistence] = set(attributes[persistence])
+        everything = fx_private.all_attributes(module)
+        contents = fx_private.containers(everything)
         if isinstance(module, torch.jit.ScriptModule):
-            return cls(module, attributes, {})
-        return cls(module, attributes, {name: dict(fx_private.table(module, name)) for name in fx_private.TABLES})
+            return cls(module, everything, {}, contents)
+        return cls(module, everything, {name: everything[name].copy() for name in fx_private.TABLES}, contents)
+
+    @classmethod
+    def look(cls, module: nn.Module) -> ModuleRecord:
+        """A module as it is, without copies: only to be compared, at once."""
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        tables = {} if scripted else {name: fx_private.table(module, name) for name in fx_private.TABLES}
+        return cls(module, module.__dict__, tables, {})
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The plain attributes."""
+        return fx_private.without_tables(self.module, self.everything)
 
     def restore(self) -> None:
         """Put the module back as it was photographed."""
-        for name in set(fx_private.plain_attributes(self.module)) - set(self.attributes):
+        attributes = self.attributes
+        for name in set(fx_private.plain_attributes(self.module)) - set(attributes):
             fx_private.drop_plain_attribute(self.module, name)
-        for name, value in self.attributes.items():
-            fx_private.set_plain_attribute(self.module, name, set(value) if isinstance(value, set) else value)
+        for name, value in attributes.items():
+            fx_private.set_plain_attribute(self.module, name, value)
+        for name in fx_private.filled_containers(self.module, self.contents):
+            fx_private.fill_container(attributes[name], self.contents.get(name))
         for name, entries in self.tables.items():
             live = fx_private.table(self.module, name)
             live.clear()
             live.update(entries)
+
+    def changed_attributes(self) -> dict[str, Any]:
+        """The plain attributes that the module no longer has as they were here, as they were here."""
+        changed: dict[str, Any] = {}
+        if not fx_private.has_all_attributes(self.module, self.everything):
+            old, new = self.attributes, fx_private.plain_attributes(self.module)
+            keys = [k for k in {**old, **new} if not same_value(old.get(k, MISSING), new.get(k, MISSING))]
+            changed = {k: old.get(k, MISSING) for k in keys}
+        for name in fx_private.filled_containers(self.module, self.contents):
+            now = self.module.__dict__[name]
+            then = type(now)(self.contents.get(name, ()))
+            if then != now:
+                changed[name] = then
+        return changed
 
 
 @dataclass
@@ -168,20 +208,27 @@ class Snapshot:
     def of(cls, gm: GraphModule) -> Snapshot:
         """Photograph a module. Linear in nodes and modules; no tensor is copied."""
         modules = {path: ModuleRecord.of(module) for path, module in fx_private.walk_modules(gm)}
-        memory = [(t, fx_private.version_of(t), fx_private.storage_of(t)) for t in _tensors(modules)]
+        memory = [(t, fx_private.version_of(t), fx_private.address_of(t)) for t in _tensors(modules)]
         counts, names = fx_private.base_counts(gm.graph), fx_private.used_names(gm.graph)
         return cls(fx_private.graph_state(gm), modules, counts, names, memory)
+
+    @classmethod
+    def look(cls, gm: GraphModule) -> Snapshot:
+        """A module as it is, without the copies that restoring needs: only to be compared, before it changes."""
+        modules = {path: ModuleRecord.look(module) for path, module in fx_private.walk_modules(gm)}
+        counts, names = fx_private.base_counts(gm.graph), fx_private.used_names(gm.graph)
+        return cls(fx_private.look_at_graph(gm), modules, counts, names)
 
     def restore(self, gm: GraphModule) -> None:
         """Put a module back to this photograph, object for object, whatever state it is in. Can be called again."""
         for record in self.modules.values():
             record.restore()
         fx_private.restore_graph(gm, self.graph)
-        for tensor, _version, storage in self.memory:
-            if fx_private.storage_of(tensor) != storage:  # it was made a view of a merged one
+        for tensor, _version, address in self.memory:
+            if fx_private.address_of(tensor) != address:  # it was made a view of a merged one
                 tensor.data = tensor.data.clone()
 
-    @property
+    @cached_property
     def nodes(self) -> dict[str, tuple[Node, tuple[Any, ...]]]:
         """name -> (node, (name, op, target, args, kwargs, type, meta, …)), in graph order."""
         return {fields[0]: (node, fields) for node, fields, _uses, _repr in self.graph[1]}
@@ -191,13 +238,14 @@ class Snapshot:
         """The code generator of the graph."""
         return self.graph[3]
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer by its full name, also under a second name."""
+    def tensors(self, besides: Container[int] = ()) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer by its full name, also under a second name, besides those of some ids."""
         named: dict[str, torch.Tensor] = {}
         for path, record in self.modules.items():
             prefix = path + "." if path else ""
-            for name in ("_parameters", "_buffers"):
-                named |= {prefix + k: t for k, t in record.tables.get(name, {}).items() if t is not None}
+            for table in (record.tables.get("_parameters"), record.tables.get("_buffers")):
+                if table:
+                    named |= {prefix + k: t for k, t in table.items() if t is not None and id(t) not in besides}
         return named
 
     def written_in_place(self) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
-from refold import recording
+from refold import fx_private, recording
 from refold.atomic import atomically
 from refold.difference import difference
 from refold.errors import BrokenTransformation, NotATransformation
@@ -50,9 +50,9 @@ class Transformation(ABC):
 
     def mark_as_transformed(self, node: Node) -> None:
         """Note on a node that this transformation made or changed it."""
-        marks = node.meta.get(_MARK, ())
-        if self.signature not in marks:
-            node.meta[_MARK] = (*marks, self.signature)
+        marks, signature = node.meta.get(_MARK, ()), _signature_during_call(self)
+        if signature not in marks:
+            node.meta[_MARK] = (*marks, signature)
 
     def transformed(self, node: Node) -> bool:
         """Whether this transformation made or changed a node."""
@@ -94,6 +94,13 @@ class ReversibleTransformation(Transformation):
             )
         left = tuple(mark for mark in node.meta.get(_MARK, ()) if mark != self.signature)
         node.meta[_MARK] = (*left, -self.signature)  # an explicit 'no longer', stronger than the record
+
+
+def _signature_during_call(transformation: Transformation) -> int:
+    known = recording.current().signatures
+    if id(transformation) not in known:
+        known[id(transformation)] = transformation.signature
+    return known[id(transformation)]
 
 
 def _marked(node: Node, signature: int) -> bool:
@@ -159,7 +166,7 @@ def _record(
 ) -> None:
     """Put what changed on the module's history."""
     _check_tensors_untouched(transformation, before)
-    after = Snapshot.of(output)
+    after = Snapshot.look(output)
     change = difference(before, after, notes.maps)
     if output is not gm and not history(output):
         attach(output, copy.deepcopy(history(gm)))
@@ -167,12 +174,13 @@ def _record(
         return
     if not notes.rewritten:
         notes.rewrote((*change.created, *change.changed), f"{len(change.describe())} edits")
-    marked = frozenset(node.name for node in output.graph.nodes if transformation.signature in node.meta.get(_MARK, ()))
+    signature = transformation.signature
+    marked = frozenset(node.name for node in output.graph.nodes if signature in node.meta.get(_MARK, ()))
     gradients_forward(change.maps, lambda name: find_tensor(output, name))
     change = replace(
         change,
         recipe=recipe_of(transformation),
-        signature=transformation.signature,
+        signature=signature,
         name=type(transformation).__name__,
         label=repr(transformation),
         prints=_new_tensors(before, after, notes),
@@ -180,6 +188,7 @@ def _record(
         marked=marked,
         sites=tuple(notes.rewritten),
     )
+    fx_private.sort_users(output.graph)  # as a copy, a pickle and an undo of a later change have them
     push(output, change, birth_nodes=tuple(before.nodes))
 
 
@@ -196,14 +205,14 @@ def _check_tensors_untouched(transformation: Transformation, before: Snapshot) -
 
 def _new_tensors(before: Snapshot, after: Snapshot, notes: recording.Recording) -> dict[str, str]:
     """Fingerprints of tensors that no weight map accounts for."""
-    known = {id(tensor) for tensor in before.tensors().values()}
+    known = {id(tensor) for tensor, _version, _address in before.memory}
     mapped = {name for record in notes.maps for name in record.map.targets.values()}
     copied = before.modules[""].module is not after.modules[""].module
     if copied:
         old_prints = {fingerprint(tensor) for tensor in before.tensors().values()}
     fresh: dict[str, str] = {}
-    for name, tensor in after.tensors().items():
-        if id(tensor) in known or name in mapped:
+    for name, tensor in after.tensors(known).items():
+        if name in mapped:
             continue
         mark = fingerprint(tensor)
         if not (copied and mark in old_prints):

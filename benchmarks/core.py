@@ -1,0 +1,266 @@
+"""What the core must reach: linear cost, cheap recording, no second copy of merged weights.
+
+    python benchmarks/core.py            # all three, writes benchmarks/results/core.json
+    python benchmarks/core.py memory     # one of: linear, recording, memory
+
+Times are CPU times of this process (other processes do not count), the median of several rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, symbolic_trace
+
+import refold
+from refold import (
+    ChangeTrueDivToMulByInverse,
+    FuseBatchNorm1dInLinear,
+    FuseBatchNorm2dInConv2d,
+    FuseBiasInLinear,
+    MergeLinears,
+    ReversibleTransformation,
+    Transformation,
+)
+
+RESULTS = Path(__file__).parent / "results" / "core.json"
+SIZES = (1_000, 20_000)
+ROUNDS = 5
+
+
+# --- models of any number of nodes --------------------------------------------------------------------------------
+
+
+class Repeated(nn.Module):
+    """A block many times over."""
+
+    def __init__(self, block: Callable[[], nn.Module], count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Siblings(nn.Module):
+    """Many linears on one input."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.layers[0](x)
+        for layer in self.layers[1:]:
+            total = total + layer(x)
+        return total
+
+
+class Branches(nn.Module):
+    """Two linears on one input, their product divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) * self.second(x) / 7
+
+
+def conv_norm() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.ReLU())
+
+
+def linear_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
+
+
+CASES: dict[str, tuple[Transformation, Callable[[int], nn.Module]]] = {
+    "MergeLinears": (MergeLinears(), lambda n: Repeated(Branches, n // 4)),
+    "MergeLinears, one input": (MergeLinears(), lambda n: Siblings(n // 2)),
+    "FuseBiasInLinear": (FuseBiasInLinear(), lambda n: Repeated(Branches, n // 4)),
+    "FuseBiasInLinear, one input": (FuseBiasInLinear(), lambda n: Siblings(n // 2)),
+    "ChangeTrueDivToMulByInverse": (ChangeTrueDivToMulByInverse(), lambda n: Repeated(Branches, n // 4)),
+    "FuseBatchNorm2dInConv2d": (FuseBatchNorm2dInConv2d(), lambda n: Repeated(conv_norm, n // 3)),
+    "FuseBatchNorm1dInLinear": (FuseBatchNorm1dInLinear(), lambda n: Repeated(linear_norm, n // 3)),
+}
+
+
+def graph(make: Callable[[int], nn.Module], size: int) -> GraphModule:
+    torch.manual_seed(0)
+    return symbolic_trace(make(size).eval())
+
+
+# --- linear cost --------------------------------------------------------------------------------------------------
+
+
+def linear() -> dict[str, Any]:
+    """Time per node of transform + reverse at 20,000 nodes, as a multiple of that at 1,000."""
+    report = {}
+    for name, (t, make) in CASES.items():
+        small, large = (microseconds_per_node(t, make, size) for size in SIZES)
+        report[name] = {"µs per node at 1000": small, "µs per node at 20000": large, "growth": round(large / small, 3)}
+        print(name, report[name], flush=True)
+    return report
+
+
+def microseconds_per_node(t: Transformation, make: Callable[[int], nn.Module], size: int) -> float:
+    gm = graph(make, size)
+    nodes = len(gm.graph.nodes)
+    times = []
+    for _ in range(ROUNDS * (4 if size < 5000 else 1)):
+        gc.collect()
+        gc.disable()  # the collector's own cost grows with everything else that is alive in the process
+        start = time.process_time()
+        t(gm)
+        assert refold.history(gm)
+        t(gm, reverse=True) if isinstance(t, ReversibleTransformation) else refold.undo(gm)
+        times.append(time.process_time() - start)
+        gc.enable()
+    return round(statistics.median(times) / nodes * 1e6, 2)
+
+
+# --- the cost of recording ----------------------------------------------------------------------------------------
+
+
+def recording() -> dict[str, Any]:
+    """A call of a transformation against the same edit done raw, with lint and recompile in both; interleaved."""
+    report = {}
+    for name, (t, make) in CASES.items():
+        raw, recorded = [], []
+        for _ in range(ROUNDS):
+            raw.append(_seconds(lambda gm, t=t: _raw(t, gm), graph(make, 2000)))
+            recorded.append(_seconds(lambda gm, t=t: t(gm), graph(make, 2000)))
+        overhead = statistics.median(recorded) / statistics.median(raw) - 1
+        report[name] = {"raw s": _round(raw), "recorded s": _round(recorded), "overhead": round(overhead, 3)}
+        print(name, report[name], flush=True)
+    return report
+
+
+def _raw(t: Transformation, gm: GraphModule) -> None:
+    t.transform(gm)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _seconds(work: Callable[[GraphModule], object], gm: GraphModule) -> float:
+    gc.collect()
+    gc.disable()
+    start = time.process_time()
+    work(gm)
+    elapsed = time.process_time() - start
+    gc.enable()
+    return elapsed
+
+
+def _round(times: list[float]) -> float:
+    return round(statistics.median(times), 4)
+
+
+# --- memory of merged weights -------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Groups of three large linears of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(
+            nn.ModuleList(nn.Linear(256, width, bias=False) for _ in range(3)) for width in (128, 512, 256, 512)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for group in self.groups:
+            x = sum(layer(x).mean(-1, keepdim=True) for layer in group) + x
+        return x
+
+
+def memory() -> dict[str, Any]:
+    """Bytes of all tensors that live in the process: before, at the worst moment, after; merging and reversing."""
+    gm = graph(lambda _: Wide(), 0)
+    weights = sum(p.numel() * p.element_size() for p in gm.parameters())
+    largest = max(sum(p.numel() * 4 for p in group.parameters()) for group in Wide().groups)
+    gc.collect()
+    before = living_bytes()
+    peak = peak_bytes(lambda: MergeLinears()(gm))
+    gc.collect()
+    merged = living_bytes()
+    back_peak = peak_bytes(lambda: refold.undo(gm))
+    gc.collect()
+    return {
+        "weights": weights,
+        "largest group": largest,
+        "peak extra while merging": peak - before,
+        "extra once merged": merged - before,
+        "peak extra while reversing": back_peak - merged,
+        "extra once reversed": living_bytes() - before,
+    }
+
+
+def living_bytes() -> int:
+    """The bytes of every storage that a living tensor holds, each counted once."""
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes that lived at any line of the package that the work executed."""
+    home = str(Path(refold.__file__).parent)
+    worst = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal worst
+        if not frame.f_code.co_filename.startswith(home):
+            return None
+        if event in ("line", "return") and _handles_weights(frame.f_code.co_filename):
+            worst = max(worst, living_bytes())
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return worst
+
+
+def _handles_weights(file: str) -> bool:
+    return Path(file).stem in ("weights", "merge_linears", "history", "operation", "structural", "concatenate")
+
+
+def describe() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"linear": linear, "recording": recording, "memory": memory}
+    wanted = sys.argv[1:] or list(parts)
+    report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    report["machine"] = describe()
+    for name in wanted:
+        report[name] = parts[name]()
+        print(name, json.dumps(report[name], indent=2, ensure_ascii=False), flush=True)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
