@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -146,8 +147,6 @@ class CapturedGraph:
         _refuse_host_tensors(self.outputs, "returns")
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], owner: GraphRunner) -> Any:
-        # The stream that warms up must be the one that captures, the same for all graphs: cuBLAS keeps a workspace a
-        # stream, and one that is first made during a capture lies in that graph's memory and dies with it.
         stream = _capture_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
         try:
@@ -156,7 +155,10 @@ class CapturedGraph:
                     self.call(*args, **kwargs)
             torch.cuda.current_stream().wait_stream(stream)
             # thread_local: what other threads do on the device meanwhile must not spoil the capture
-            with torch.cuda.graph(self.graph, pool=owner.pool, stream=stream, capture_error_mode="thread_local"):
+            with (
+                _own_workspaces(),
+                torch.cuda.graph(self.graph, pool=owner.pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 return self.call(*args, **kwargs)
         except Exception as error:
             raise PreparationFailed(f"No CUDA graph can be captured of this module: {first_line(error)}.") from error
@@ -177,6 +179,22 @@ class CapturedGraph:
             outputs = self._replay(tensors)
             self.turn.end(stream)
         return self.layout.fill(outputs)
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Let cuBLAS make its workspaces anew inside, and forget them afterwards. A workspace that was there before may be
+    given up by others while the graph still writes into it (inductor does so for its own graphs); one that is made
+    during the capture lies in the graph's own memory, and must not be used by anybody else."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    torch.cuda.synchronize()
+    if clear is not None:
+        clear()
+    try:
+        yield
+    finally:
+        if clear is not None:
+            clear()
 
 
 @functools.cache
