@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from cli_folders import write_folder
 from torch import nn
 
 from refold.cli import main
 from refold.command_line.configurations import config_from, model_from
 from refold.command_line.errors import WrongInput
 from refold.command_line.examples import EXAMPLES, example_named
-from refold.command_line.folders import About, fill_folder, finish_folder
 from refold.command_line.inputs import Sizes
 from refold.command_line.models import Source, load_model, rebuild
 from refold.command_line.screen import printable
 from refold.command_line.storing_inputs import NotPlain, restore_inputs, store_inputs
 from refold.command_line.subject import Wanted, prepare
-from refold.command_line.writing import ABOUT, new_folder
+from refold.command_line.writing import ABOUT
+from refold.optimizing.pipeline import default_pipeline
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -122,14 +123,12 @@ def test_a_transformers_folder_comes_back_from_its_configuration(tmp_path: Path,
 
 
 def test_a_transformers_model_makes_the_round_trip(tmp_path: Path, refold_command: Run) -> None:
-    """Optimized with the default pipeline, saved, and undone from nothing but the folder."""
+    """Everything that the default pipeline does is saved, and undone from nothing but the folder."""
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.BertConfig(vocab_size=50, max_position_embeddings=32, **small)
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
-    fixed = ["--backend", "plain", "--time-budget", 5]
-    code, _, err = refold_command("optimize", tmp_path / "bert", "--out", tmp_path / "out", *fixed)
-    assert code == 0, err
+    write_folder(tmp_path / "out", str(tmp_path / "bert"), *default_pipeline())
     shutil.rmtree(tmp_path / "bert")
     code, out, err = refold_command("undo", tmp_path / "out", "--json")
     assert code == 0, err
@@ -269,13 +268,7 @@ def test_a_model_that_cannot_be_captured(tmp_path: Path, refold_command: Run) ->
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("honest") / "folder"
-    subject = prepare(Wanted("example:tiny"))
-    with new_folder(place, False) as folder:
-        about = About(subject.source)
-        fill_folder(folder, subject.capture(), about, subject.inputs)
-        finish_folder(folder, about)
-    return place
+    return write_folder(tmp_path_factory.mktemp("honest") / "folder", "example:tiny")
 
 
 @pytest.fixture

@@ -1,0 +1,23 @@
+"""Saved folders for the tests of the command line, made without measuring: what is in them does not depend on time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from refold.command_line.folders import About, fill_folder, fingerprints, finish_folder
+from refold.command_line.subject import Wanted, prepare
+from refold.command_line.writing import new_folder
+from refold.transformation import Transformation
+
+
+def write_folder(place: Path, model: str, *transformations: Transformation) -> Path:
+    """A folder as `refold optimize` leaves it, with every one of these transformations kept."""
+    subject = prepare(Wanted(model))
+    about = About(subject.source, subject.dtype, original=fingerprints(subject.model))
+    gm = subject.capture()
+    for transformation in transformations:
+        transformation(gm)
+    with new_folder(place, False) as folder:
+        fill_folder(folder, gm, about, subject.inputs)
+        finish_folder(folder, about)
+    return place
