@@ -299,10 +299,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         f"Written by `benchmarks/zoo.py --table`. transformers {transformers.__version__}, torch {torch.__version__}, "
         f"{platform.machine()}, tiny random-weight models built from their configurations by one generic recipe.",
         "",
+        *_progress(results),
         "| step | families | share |",
         "|---|---|---|",
-        _share("in transformers", results, results),
-        _share("run eagerly with generic inputs", eager, results),
+        _share("run eagerly with generic inputs, of those tried", eager, results),
         _share("captured whole", captured, eager),
         _share("captured whole or in part", {**captured, **partial}, eager),
         _share("raised completely, of those captured whole", raised, captured),
@@ -324,6 +324,14 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     lines += ["", "## Families the generic recipe could not build or run", "", "| family | reason |", "|---|---|"]
     lines += [f"| {n} | {_cell(r.get('why', ''))} |" for n, r in sorted(results.items()) if r["eager"] != "yes"]
     return "\n".join(lines) + "\n"
+
+
+def _progress(results: dict[str, dict[str, Any]]) -> list[str]:
+    missing = len(set(_families()) - results.keys())
+    if not missing:
+        return [f"All {len(results)} families were tried.", ""]
+    words = f"**{len(results)} families were tried so far, in random order; {missing} are still to come.**"
+    return [f"{words} `benchmarks/zoo.py` goes on where it stopped.", ""]
 
 
 def _share(what: str, some: dict[str, Any], of: dict[str, Any]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from refold.capturing.classic import capture_classic
@@ -52,12 +53,31 @@ def _patched(model: nn.Module) -> Iterator[None]:
     Its own ``export`` also computes values from the example (sequence lengths, window indices) and makes them inputs;
     a graph that needs them would not be called as the model is.
     """
+    from transformers import masking_utils
     from transformers.exporters import exporter_dynamo, utils
 
     with ExitStack() as stack:
         stack.enter_context(utils.apply_patches("dynamo"))
         stack.enter_context(exporter_dynamo.reset_model_state(model))
+        if hasattr(masking_utils, "_vmap_expansion_sdpa"):  # its graphs do not run outside vmap
+            patch = (masking_utils, "_vmap_expansion_sdpa", lambda _original: _broadcast_mask)
+            stack.enter_context(utils.patch_attributes([patch]))
         yield
+
+
+def _broadcast_mask(mask_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A mask from a function of indices, by broadcasting instead of vmap (the other exporters do so too)."""
+
+    def expanded(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        places = (
+            batch[:, None, None, None],
+            head[None, :, None, None],
+            query[None, None, :, None],
+            key[None, None, None],
+        )
+        return mask_function(*places).expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
+
+    return expanded
 
 
 def _error(model: nn.Module, failures: Sequence[Failure]) -> CaptureError:
