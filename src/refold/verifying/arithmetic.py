@@ -72,7 +72,7 @@ class Nudge:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, every element nudged."""
-        return tensor + tensor * (self.numbers(tensor) * self.step)
+        return tensor * (1 + self.numbers(tensor) * self.step)
 
     def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
         """One random number for each element of a tensor."""
@@ -95,7 +95,7 @@ class OneRounding(Nudge):
             return tensor
         wide = tensor.to(torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else torch.float64)
         unit = torch.finfo(tensor.dtype).eps / 2
-        return (wide + wide * (self.numbers(tensor).to(wide.dtype) * unit)).to(tensor.dtype)
+        return (wide * (1 + self.numbers(tensor).to(wide.dtype) * unit)).to(tensor.dtype)
 
 
 class Arithmetic(TorchDispatchMode):

@@ -123,13 +123,14 @@ class Judge:
         except Exception as error:
             return Trial(draw, Difference(f"it raises {type(error).__name__}: {_first_line(error)}"))
 
-        unit = UNIT * max(mode.terms for mode in modes) + extra
+        roundings = UNIT * max(mode.terms for mode in modes)
+        unit = roundings + extra
         moved: list[list[Any]] = []
 
         def bounds() -> list[Any]:
             for module, base in zip(sides, (old, new), strict=True):
                 moved.append(spread(partial(self._run, module, inputs), base, self.seed))
-            return [_bound(unit, *each) for each in zip(*moved, old, new, strict=True)]
+            return [_bound(unit, roundings, *each) for each in zip(*moved, old, new, strict=True)]
 
         if draw == SPECIAL:
             old, new = both_finite(old, new)
@@ -197,11 +198,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or ["no message"])[0]
 
 
-def _bound(unit: float, old_moves: Any, new_moves: Any, old: Any, new: Any) -> Any:
-    """What rounding may do to each element: its sensitivity on both sides, and the rounding of the results."""
+def _bound(unit: float, roundings: float, old_moves: Any, new_moves: Any, old: Any, new: Any) -> Any:
+    """What rounding may do to each element: its sensitivity on both sides, and roundings inside of operators whose
+    results do not move (a saturated softmax), which are as large as the results."""
     if old_moves is None:
         return None
-    return SLACK * unit * (old_moves + new_moves) + UNIT * (old.abs() + new.abs()) + _TINY
+    return SLACK * unit * (old_moves + new_moves) + roundings * (old.abs() + new.abs()) + _TINY
 
 
 def _allowed(value: Any, bound: float) -> Any:
