@@ -19,6 +19,7 @@ from refold.fingerprint import fingerprint
 from refold.gradients import gradients_back
 from refold.releasing import Ledger
 from refold.restoring import Birth, put_back
+from refold.snapshot import Snapshot
 from refold.weights import MapRecord, NoInverse, Tensors
 
 _WAYS_OUT = (
@@ -108,10 +109,11 @@ def history(gm: GraphModule) -> History:
     return found if isinstance(found, History) else History()
 
 
-def push(gm: GraphModule, change: Change, *, birth_nodes: tuple[str, ...]) -> None:
-    """Put a change on a module's history."""
+def push(gm: GraphModule, change: Change, before: Snapshot) -> None:
+    """Put a change on a module's history; `before` is the photograph it was derived from."""
     past = history(gm)
-    birth = (past.birth or Birth(birth_nodes)).with_tables_of(change)
+    birth = past.birth or Birth(tuple(before.nodes), users=before.unsorted_users())
+    birth = birth.with_tables_of(change)
     attach(gm, History((*past.changes, change), birth, ExpectedGraph(gm.graph)))
 
 
@@ -247,7 +249,7 @@ def _recover(gm: GraphModule, change: Change, weights: str, ledger: Ledger) -> d
 
 def _release(record: MapRecord, current: Tensors, values: Tensors, ledger: Ledger) -> None:
     """Let go of the memory of folded weights that can be folded again from the recovered ones."""
-    for role in current if record.residues and not record.changed(current) else ():
+    for role in current if record.residues and record.is_untouched(current) else ():
         ledger.release(current[role], lambda role=role: record.map.operation.forward(values)[role])  # type: ignore[misc]
 
 

@@ -137,11 +137,16 @@ class MapRecord:
         held = [*self.kept.values(), *self.originals.values()]
         return sum(t.numel() * t.element_size() for t in held) + sum(r.nbytes for r in self.residues.values())
 
+    def is_untouched(self, current: Tensors) -> bool:
+        """Whether all targets have the very bits that this map gave them."""
+        real = not any(tensor.is_meta for tensor in current.values())
+        return real and all(fingerprint(current[role]) == mark for role, mark in self.prints.items())
+
     def changed(self, current: Tensors) -> frozenset[str]:
         """The targets whose numbers are no longer those that this map gave them; a cast alone does not count where the
         kept tensors tell."""
         differ = frozenset(role for role, mark in self.prints.items() if fingerprint(current[role]) != mark)
-        if not differ:
+        if not differ or any(tensor.is_meta for tensor in self.kept.values()):
             return differ
         known = self.map.operation.from_kept({role: t.cpu() for role, t in self.kept.items()})
         return frozenset(role for role in differ if not self._was_only_cast(role, current[role], known.get(role)))
