@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import refold
 from refold import (
@@ -35,7 +38,7 @@ from refold import (
 
 RESULTS = Path(__file__).parent / "results" / "core.json"
 SIZES = (1_000, 20_000)
-ROUNDS = 5
+ROUNDS = 3
 
 
 # --- models of any number of nodes --------------------------------------------------------------------------------
@@ -189,60 +192,54 @@ class Wide(nn.Module):
 
 
 def memory() -> dict[str, Any]:
-    """Bytes of all tensors that live in the process: before, at the worst moment, after; merging and reversing."""
+    """Bytes of all weights that live in the process: before, at the worst moment, after; merging and reversing."""
     gm = graph(lambda _: Wide(), 0)
-    weights = sum(p.numel() * p.element_size() for p in gm.parameters())
     largest = max(sum(p.numel() * 4 for p in group.parameters()) for group in Wide().groups)
     gc.collect()
-    before = living_bytes()
-    peak = peak_bytes(lambda: MergeLinears()(gm))
-    gc.collect()
-    merged = living_bytes()
-    back_peak = peak_bytes(lambda: refold.undo(gm))
-    gc.collect()
+    with Storages(gm) as storages:
+        before = storages.living()
+        MergeLinears()(gm)
+        peak, merged = storages.peak, storages.living()
+        storages.peak = 0
+        refold.undo(gm)
+        back_peak, back = storages.peak, storages.living()
     return {
-        "weights": weights,
+        "weights": before,
         "largest group": largest,
         "peak extra while merging": peak - before,
         "extra once merged": merged - before,
         "peak extra while reversing": back_peak - merged,
-        "extra once reversed": living_bytes() - before,
+        "extra once reversed": back - before,
     }
 
 
-def living_bytes() -> int:
-    """The bytes of every storage that a living tensor holds, each counted once."""
-    storages: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and thing.layout == torch.strided and not thing.is_meta:
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+class Storages(TorchDispatchMode):
+    """Watches every storage that a module holds or an operator makes, until it is freed."""
 
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__()
+        self.sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        for parameter in gm.parameters():
+            self.note(parameter)
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes that lived at any line of the package that the work executed."""
-    home = str(Path(refold.__file__).parent)
-    worst = 0
+    def note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        self.sizes[reference.cdata] = (reference, storage.nbytes())
 
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal worst
-        if not frame.f_code.co_filename.startswith(home):
-            return None
-        if event in ("line", "return") and _handles_weights(frame.f_code.co_filename):
-            worst = max(worst, living_bytes())
-        return trace
+    def living(self) -> int:
+        """The bytes of those that are not freed yet."""
+        self.sizes = {key: entry for key, entry in self.sizes.items() if not entry[0].expired()}
+        return sum(size for _, size in self.sizes.values())
 
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(None)
-    return worst
-
-
-def _handles_weights(file: str) -> bool:
-    return Path(file).stem in ("weights", "merge_linears", "history", "operation", "structural", "concatenate")
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+                self.note(leaf)
+        self.peak = max(self.peak, self.living())
+        return output
 
 
 def describe() -> dict[str, str]:

@@ -32,11 +32,13 @@ class Birth:
 
     nodes: tuple[str, ...]
     tables: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    users: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The users of nodes that had theirs in another order than the graph's."""
 
     def with_tables_of(self, change: Change) -> Birth:
         """Also remember the tables that a further change touches for the first time."""
         fresh = {key: entry.order for key, entry in change.tables.items() if key not in self.tables}
-        return Birth(self.nodes, self.tables | fresh)
+        return Birth(self.nodes, self.tables | fresh, self.users)
 
 
 def _put_nodes_back(gm: GraphModule, change: Change, birth: Birth) -> None:
@@ -69,6 +71,9 @@ def _put_nodes_back(gm: GraphModule, change: Change, birth: Birth) -> None:
     if change.codegen is not MISSING:
         fx_private.set_codegen(graph, change.codegen)
     fx_private.sort_users(graph)
+    for name, users in birth.users.items():
+        if name in by_name and {user.name for user in by_name[name].users} == set(users):
+            by_name[name].users = {by_name[user]: None for user in users}
 
 
 def _put_meta_back(node: Node, values: dict[str, Any]) -> None:

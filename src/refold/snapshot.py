@@ -233,6 +233,16 @@ class Snapshot:
         """name -> (node, (name, op, target, args, kwargs, type, meta, …)), in graph order."""
         return {fields[0]: (node, fields) for node, fields, _uses, _repr in self.graph[1]}
 
+    def unsorted_users(self) -> dict[str, tuple[str, ...]]:
+        """The users of nodes that have theirs in another order than the graph's."""
+        place = {node: (i, name) for i, (name, (node, _)) in enumerate(self.nodes.items())}
+        found = {}
+        for _node, fields, (users, _inputs), _repr in self.graph[1]:
+            places = [place[user] for user in users] if len(users) > 1 else []
+            if places != sorted(places):
+                found[fields[0]] = tuple(name for _, name in places)
+        return found
+
     @property
     def codegen(self) -> Any:
         """The code generator of the graph."""

@@ -189,7 +189,7 @@ def _record(
         sites=tuple(notes.rewritten),
     )
     fx_private.sort_users(output.graph)  # as a copy, a pickle and an undo of a later change have them
-    push(output, change, birth_nodes=tuple(before.nodes))
+    push(output, change, before)
 
 
 def _check_tensors_untouched(transformation: Transformation, before: Snapshot) -> None:

@@ -1,0 +1,150 @@
+"""One test for each private name of torch that the core relies on: an update that changes one is seen here first."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, symbolic_trace
+
+from refold import fx_private
+from refold.snapshot import Snapshot
+from refold.testing import Portrait, models
+
+
+def attention() -> GraphModule:
+    return symbolic_trace(models.attention()[0])
+
+
+def test_tables() -> None:
+    layer = nn.Linear(2, 2)
+    assert list(fx_private.table(layer, "_parameters")) == ["weight", "bias"]
+    assert all(fx_private.table(layer, name) is vars(layer)[name] for name in fx_private.TABLES)
+    assert not set(fx_private.TABLES) & set(fx_private.plain_attributes(layer))
+
+
+def test_what_a_graph_module_derives_is_not_plain() -> None:
+    gm = attention()
+    before = fx_private.plain_attributes(gm)
+    gm.graph.call_function(torch.neg, (next(iter(gm.graph.nodes)),))
+    gm.recompile()
+    after = fx_private.plain_attributes(gm)
+    assert before.keys() == after.keys() and all(before[k] is after[k] for k in before)
+
+
+def test_hooks() -> None:
+    layer = nn.Linear(2, 2)
+    assert not fx_private.has_hooks(layer)
+    for register in (
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+        "register_load_state_dict_post_hook",
+        "register_state_dict_pre_hook",
+    ):
+        layer = nn.Linear(2, 2)
+        handle = getattr(layer, register)(lambda *args: None)
+        assert fx_private.has_hooks(layer), register
+        handle.remove()
+        assert not fx_private.has_hooks(layer), register
+
+
+def test_empty_module() -> None:
+    layer = nn.Linear(2, 3)
+    twin = fx_private.empty_module(nn.Linear, fx_private.plain_attributes(layer))
+    fx_private.table(twin, "_parameters").update(fx_private.table(layer, "_parameters"))
+    x = torch.randn(4, 2)
+    assert torch.equal(twin(x), layer(x)) and twin.weight is layer.weight
+
+
+def test_restored_graph_is_whole() -> None:
+    gm = attention()
+    before, photograph = Portrait.of(gm), Snapshot.of(gm)
+    nodes = list(gm.graph.nodes)
+    for node in reversed(nodes[3:-1]):
+        node.replace_all_uses_with(nodes[0])
+        gm.graph.erase_node(node)
+    gm.graph.call_function(torch.neg, (nodes[0],))
+    gm.recompile()
+    photograph.restore(gm)
+    photograph.restore(gm)
+    assert before.differences(Portrait.of(gm), same_objects=True) == []
+    assert list(gm.graph.nodes) == nodes and len(gm.graph.nodes) == len(nodes)
+    gm.graph.lint()
+    assert gm.graph.find_nodes(op="call_module", target="query") == [n for n in nodes if n.target == "query"]
+    assert all(not n._erased and n.graph is gm.graph for n in nodes)
+    gm.recompile()
+    assert before.differences(Portrait.of(gm)) == []
+    assert next(iter(copy.deepcopy(gm).graph.nodes)).name == nodes[0].name
+
+
+def test_restoring_gives_the_names_free() -> None:
+    gm = attention()
+    photograph = Snapshot.of(gm)
+    first = gm.graph.call_function(torch.neg, (next(iter(gm.graph.nodes)),)).name
+    photograph.restore(gm)
+    assert gm.graph.call_function(torch.neg, (next(iter(gm.graph.nodes)),)).name == first
+
+
+def test_names_and_counters() -> None:
+    gm = attention()
+    names, counts = fx_private.used_names(gm.graph), fx_private.base_counts(gm.graph)
+    node = gm.graph.call_function(torch.neg, (next(iter(gm.graph.nodes)),))
+    assert fx_private.used_names(gm.graph) - names == {node.name}
+    gm.graph.erase_node(node)
+    fx_private.free_names(gm.graph, [node.name])
+    fx_private.set_base_counts(gm.graph, counts)
+    assert fx_private.used_names(gm.graph) == names
+    fx_private.rename_nodes(gm.graph, [f"n{i}" for i, _ in enumerate(gm.graph.nodes)])
+    gm.recompile()
+    assert "n1 = " in gm.code
+    gm.graph.lint()
+
+
+def test_users_in_graph_order() -> None:
+    gm = attention()
+    x = next(iter(gm.graph.nodes))
+    x.users = dict(reversed(x.users.items()))
+    fx_private.sort_users(gm.graph)
+    assert list(x.users) == [n for n in gm.graph.nodes if x in n.all_input_nodes]
+
+
+def test_schemas() -> None:
+    gm = attention()
+    x = next(iter(gm.graph.nodes))
+    assert fx_private.written_arguments(torch.ops.aten.add_.Tensor, (x, 1), {}) == [x]
+    assert fx_private.written_arguments(torch.ops.aten.add.Tensor, (x, 1), {}) == []
+    assert fx_private.returns_alias(torch.ops.aten.view.default)
+    assert not fx_private.returns_alias(torch.ops.aten.add.Tensor)
+
+
+def test_versions_and_addresses() -> None:
+    tensor = torch.ones(3)
+    version, address = fx_private.version_of(tensor), fx_private.address_of(tensor)
+    tensor.add_(1)
+    assert fx_private.version_of(tensor) != version and fx_private.address_of(tensor) == address
+    with torch.inference_mode():
+        assert fx_private.version_of(torch.ones(1)) is None
+
+
+def test_retrace_as_pickle_does() -> None:
+    import pickle
+
+    gm = attention()
+    parameters = list(gm.parameters())
+    again = fx_private.retrace_as_pickle_does(gm)
+    assert again.code == pickle.loads(pickle.dumps(gm)).code
+    assert all(a is b for a, b in zip(again.parameters(), parameters, strict=True))
+
+
+def test_codegen() -> None:
+    gm, _ = models.exported(models.attention())
+    code, generator = gm.code, fx_private.codegen(gm.graph)
+    fx_private.set_codegen(gm.graph, torch.fx.graph.CodeGen())
+    gm.recompile()
+    assert gm.code != code
+    fx_private.set_codegen(gm.graph, generator)
+    gm.recompile()
+    assert gm.code == code
