@@ -127,7 +127,8 @@ def run_apart(name: str, timeout: int) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
     result = json.loads(lines[-1]) if lines else {"eager": "no", "why": "ended without a word"}
     if os.WIFSIGNALED(status):
-        result["why"] = f"stopped by {signal.Signals(os.WTERMSIG(status)).name} ({timeout} s of processor time at most)"
+        limits = f"{timeout} s of processor time, {30 * timeout} s in all"
+        result["why"] = f"stopped by {signal.Signals(os.WTERMSIG(status)).name} (limits: {limits})"
         step = next((s for s in STEPS if s not in result), "undone")
         result[step] = "no"
     return result
@@ -330,8 +331,21 @@ def _progress(results: dict[str, dict[str, Any]]) -> list[str]:
     missing = len(set(_families()) - results.keys())
     if not missing:
         return [f"All {len(results)} families were tried.", ""]
-    words = f"**{len(results)} families were tried so far, in random order; {missing} are still to come.**"
-    return [f"{words} `benchmarks/zoo.py` goes on where it stopped.", ""]
+    words = f"**{len(results)} families were tried so far; {missing} are still to come.**"
+    lines = [f"{words} `benchmarks/zoo.py` goes on where it stopped.", ""]
+    families = _families()
+    tried = [name in results for name in families]
+    # the beginning was tried by the alphabet; it ends where three in a row are missing
+    first = next((i for i in range(len(tried)) if not any(tried[i : i + 3])), len(tried))
+    drawn = {n: r for n, r in results.items() if n not in families[:first] and r["eager"] == "yes"}
+    whole = sum(r.get("captured") == "yes" for r in drawn.values())
+    return [
+        *lines,
+        f"The beginning of the alphabet (to about `{families[max(first - 1, 0)]}`) was tried in order, the others were "
+        f"drawn at random. Only those drawn are a fair sample of the rest: of {len(drawn)} that run eagerly, {whole} were "
+        f"captured whole ({100 * whole / max(len(drawn), 1):.1f} %).",
+        "",
+    ]
 
 
 def _share(what: str, some: dict[str, Any], of: dict[str, Any]) -> str:
