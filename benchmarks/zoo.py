@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import re
 import resource
 import signal
 import sys
@@ -342,8 +343,8 @@ def _progress(results: dict[str, dict[str, Any]]) -> list[str]:
     return [
         *lines,
         f"The beginning of the alphabet (to about `{families[max(first - 1, 0)]}`) was tried in order, the others were "
-        f"drawn at random. Only those drawn are a fair sample of the rest: of {len(drawn)} that run eagerly, {whole} were "
-        f"captured whole ({100 * whole / max(len(drawn), 1):.1f} %).",
+        f"drawn at random. Only those drawn are a fair sample of the rest: of {len(drawn)} that run eagerly, "
+        f"{whole} were captured whole ({100 * whole / max(len(drawn), 1):.1f} %).",
         "",
     ]
 
@@ -382,6 +383,7 @@ def _remark(result: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
+    text = re.sub(r"/\S*/site-packages/", "", text)
     return text.replace("|", "/").replace("\n", " ")[:300]
 
 
