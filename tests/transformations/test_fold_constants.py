@@ -7,6 +7,7 @@ from torch import nn
 
 import refold
 from refold.capture import trace
+from refold.hollow import hollow
 from refold.purity import name_of
 from refold.transformations.fold_constants import FoldConstants
 
@@ -87,9 +88,19 @@ def test_the_limit_and_free_expansion():
 
 
 def test_equal_constants_are_kept_once():
-    gm = folded(lambda m, x: (x + torch.arange(4).cos()) * torch.arange(4).cos())
+    gm = trace(Of(lambda m, x: (x + torch.arange(4).cos()) * torch.arange(4).cos()), X, dynamic=False)
+    refold.EliminateCommonSubexpressions()(gm)
+    FoldConstants()(gm)
     assert [name for name, _ in gm.named_buffers()] == ["constants.cos"]
-    assert len(refold.result(gm).rewritten) == 2
+    assert len(refold.result(gm).rewritten) == 1
+
+
+def test_a_module_without_values_is_folded_at_the_same_places():
+    gm = trace(Of(lambda m, x: x + m.extra.sin()), X, dynamic=False)
+    paper = hollow(gm)
+    FoldConstants()(gm)
+    FoldConstants()(paper)
+    assert paper.code == gm.code and all(buffer.is_meta for buffer in paper.buffers())
 
 
 def test_open_sizes_are_no_constants():

@@ -68,7 +68,7 @@ def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, le
     outcome, made = result(gm), len(history(gm)) - changes
     if not made:
         return Step(transformation, "refused" if outcome.refused else "no match", outcome)
-    verification = verify_last(gm, inputs, made, transformations=[transformation], outputs=False)
+    verification = verify_last(gm, inputs, made, before=before, transformations=[transformation], outputs=False)
     if not verification.right:
         undo(gm, made)
         return Step(transformation, "taken back", outcome, verification, note="It did not verify.")

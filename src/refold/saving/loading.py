@@ -88,7 +88,11 @@ def _fit_base(gm: GraphModule, base: Mapping[str, Any]) -> None:
 
 
 def _checked_counts(counts: Mapping[str, Any]) -> dict[str, int]:
-    return {name: int(count) for name, count in zip(checked_names(list(counts)), counts.values(), strict=True)}
+    """Counters of base names: words such as `and`, which no node can be called, get a number behind them."""
+    for name in counts:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise SaveError(f"the recipe counts the name {name!r}, which is no identifier: refused.")
+    return {name: int(count) for name, count in counts.items()}
 
 
 def _fit_tensors(gm: GraphModule, saved: Mapping[str, Any]) -> None:

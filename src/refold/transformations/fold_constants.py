@@ -12,7 +12,6 @@ from torch.fx import Node
 
 from refold.constants import Constants
 from refold.edit import Editor
-from refold.fingerprint import fingerprint
 from refold.match import GraphView, example_value
 from refold.purity import erase_dead, name_of
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
@@ -47,13 +46,14 @@ class FoldConstants(ReversibleRewrite):
     def find(self, view: GraphView) -> Iterator[Site | Skip]:
         constants = Constants(view, parameters=self.parameters)
         wanted = _wanted(view, constants)
+        on_paper = _is_on_paper(view.gm)
         for node in view.nodes:
             if node not in wanted or node.op == "get_attr" or name_of(node) in _FREE:
                 continue
             reason = self._why_not(view, node)
             value = constants.value(node) if reason is None else None
             if reason is None:
-                reason = self._why_not_kept(value)
+                reason = self._why_not_kept(value, on_paper)
             if reason is not None:
                 yield Skip(node, reason)
                 continue
@@ -69,21 +69,25 @@ class FoldConstants(ReversibleRewrite):
                 return f"{value.name} leaves the graph, where somebody may write into it"
         return None
 
-    def _why_not_kept(self, value: object) -> str | None:
+    def _why_not_kept(self, value: object, on_paper: bool) -> str | None:
         if not isinstance(value, torch.Tensor):
             return "it is not a tensor, or cannot be computed here"
-        if value.is_meta or value.layout != torch.strided or value.is_quantized:
+        if (value.is_meta and not on_paper) or value.layout != torch.strided or value.is_quantized:
             return "it is not a plain tensor with values"
         return f"it takes more than {self.limit} bytes" if _nbytes(value) > self.limit else None
 
     def rewrite(self, site: Site, edit: Editor) -> None:
         node, value = site.detail
-        key = fingerprint(value)
-        if key not in edit.shared:  # equal constants are kept once
-            edit.shared[key] = edit.fetch(node, _keep(edit, node.name, value))
-            self.mark_as_transformed(edit.shared[key])
-        edit.replace_uses(node, edit.shared[key])
+        fetch = edit.fetch(node, _keep(edit, node.name, value))
+        self.mark_as_transformed(fetch)
+        edit.replace_uses(node, fetch)
         erase_dead(edit, [node])
+
+
+def _is_on_paper(gm: nn.Module) -> bool:
+    """Whether a module has no values at all (it lies on the meta device): its constants have none either."""
+    tensors = [*gm.parameters(), *gm.buffers()]
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
 
 def _wanted(view: GraphView, constants: Constants) -> set[Node]:
