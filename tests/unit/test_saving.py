@@ -327,6 +327,9 @@ HOSTILE = ["x);__import__('os').system('true')#", "def", "a b", "x\n import os",
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("where", ["names", "counts", "sites"])
 def test_hostile_names_of_nodes_are_refused(copied: Path, name: str, where: str) -> None:
+    if where == "counts" and name.isidentifier():
+        name = f"{name} "  # a counter may stand for a keyword: the names made from it get a number
+
     def poison(recipe: dict[str, Any]) -> None:
         if where == "names":
             recipe["base"]["names"][1] = name
