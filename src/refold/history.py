@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -184,17 +184,15 @@ def _undo_all(
     expected = history(gm).expected
     if expected is not None:
         expected.check(gm)
-    revived: list[torch.Tensor] = []
     for index in chosen:
-        revived += _undo_one(gm, index, weights, ledger)
+        _undo_one(gm, index, weights, ledger)
     if lint_and_recompile:
         gm.graph.lint()
         gm.recompile()
-    _unshare(revived)
     return gm
 
 
-def _undo_one(gm: GraphModule, index: int, weights: str, ledger: Ledger) -> list[torch.Tensor]:
+def _undo_one(gm: GraphModule, index: int, weights: str, ledger: Ledger) -> None:
     past = history(gm)
     change = past.changes[index]
     blockers = [later.label for later in past.changes[index + 1 :] if change.conflicts_with(later)]
@@ -210,7 +208,6 @@ def _undo_one(gm: GraphModule, index: int, weights: str, ledger: Ledger) -> list
     put_back(gm, change, tensors, past.birth)
     rest = (*past.changes[:index], *past.changes[index + 1 :])
     attach(gm, History(rest, past.birth, ExpectedGraph(gm.graph)))
-    return list(tensors.values())
 
 
 def _check_unmapped_weights(gm: GraphModule, change: Change) -> None:
@@ -239,12 +236,22 @@ def _recover(gm: GraphModule, change: Change, weights: str, ledger: Ledger) -> d
             ) from None
         grads = gradients_back(record, current, values)
         _release(record, current, values, ledger)
-        for role, value in values.items():
-            tensor = record.specs[role].revive(value)
+        revived = {role: record.specs[role].revive(value) for role, value in values.items()}
+        for role, tensor in revived.items():
             if role in grads and tensor.requires_grad:
                 tensor.grad = grads[role].to(tensor.dtype)
             found[record.map.sources[role]] = tensor
+        del values  # slices keep the memory of the whole
+        _part(record, current, revived, ledger)
     return found
+
+
+def _part(record: MapRecord, current: Tensors, revived: Tensors, ledger: Ledger) -> None:
+    """Give recovered slices memory of their own, and let go of the whole, which can be put together again from them."""
+    _unshare(revived.values())
+    old, new = (sum(t.numel() for t in tensors.values()) for tensors in (revived, current))
+    for role in current if record.map.operation.structural and old == new else ():
+        ledger.release(current[role], lambda role=role: record.map.operation.forward(revived)[role].detach())  # type: ignore[misc]
 
 
 def _release(record: MapRecord, current: Tensors, values: Tensors, ledger: Ledger) -> None:
@@ -272,7 +279,7 @@ def find_tensor(gm: nn.Module, name: str) -> torch.Tensor | None:
     return found if found is not None else fx_private.table(module, "_buffers").get(key)
 
 
-def _unshare(tensors: list[torch.Tensor]) -> None:
+def _unshare(tensors: Iterable[torch.Tensor]) -> None:
     """Give every restored tensor memory of its own, one after the other: a slice would keep the whole alive."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
