@@ -1,0 +1,111 @@
+"""Which nodes write in place, and which values may share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import GraphModule, Node, symbolic_trace
+
+from refold.aliasing import makes_fresh, memory_roots, switches_mode, writes_to, written_by
+from refold.testing import models
+
+
+def graph(function: Callable[..., Any]) -> tuple[GraphModule, Node, Node]:
+    """The graph of a function, its input and its last call."""
+    gm = symbolic_trace(function)
+    nodes = list(gm.graph.nodes)
+    return gm, nodes[0], nodes[-2]
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "method": lambda x: x.add_(1),
+    "function": lambda x: torch.relu_(x),
+    "inplace=True": lambda x: F.relu(x, inplace=True),
+    "out=": lambda x: torch.neg(torch.ones(2), out=x),
+    "copy_": lambda x: x.copy_(torch.ones(2)),
+}
+READS: dict[str, Callable[[Any], Any]] = {
+    "method": lambda x: x.add(1),
+    "function": lambda x: torch.relu(x),
+    "inplace=False": lambda x: F.relu(x, inplace=False),
+    "requires_grad_": lambda x: x.requires_grad_(),
+    "double underscore": lambda x: x.__add__(1),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_writes(case: str) -> None:
+    gm, x, call = graph(WRITES[case])
+    assert written_by(gm, call) == [x]
+
+
+@pytest.mark.parametrize("case", READS)
+def test_reads(case: str) -> None:
+    gm, _, call = graph(READS[case])
+    assert written_by(gm, call) == []
+
+
+def test_set_item_writes() -> None:
+    gm = symbolic_trace(lambda x: x * 1)
+    call = list(gm.graph.nodes)[1]
+    import operator
+
+    with gm.graph.inserting_after(call):
+        write = gm.graph.call_function(operator.setitem, (call, 0, 1.0))
+    assert written_by(gm, write) == [call]
+
+
+def test_modules() -> None:
+    gm = symbolic_trace(nn.Sequential(nn.ReLU(inplace=True), nn.ReLU(), nn.Dropout(0.5)))
+    x, writing, reading, dropout = list(gm.graph.nodes)[:4]
+    assert written_by(gm, writing) == [x] and written_by(gm, reading) == []
+    assert not makes_fresh(gm, writing) and makes_fresh(gm, reading) and not makes_fresh(gm, dropout)
+
+
+def test_aten_by_schema() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 1
+            y.add_(1)
+            return y.view(-1)
+
+    gm, _ = models.exported((Writes(), (torch.ones(2, 2),)))
+    add = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.add_.Tensor)
+    view = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.view.default)
+    assert [n.name for n in written_by(gm, add)] == ["mul"]
+    assert not makes_fresh(gm, view) and {"mul", "add_"} & {n.name for n in memory_roots(gm, view)}
+
+
+def test_a_write_through_a_view_is_found() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        view = y.view(-1)[1:].unsqueeze(0)
+        view.mul_(2)
+        return y
+
+    gm = symbolic_trace(function)
+    nodes = {n.name: n for n in gm.graph.nodes}
+    assert writes_to(gm, nodes["mul"], [nodes["mul_"]]) is nodes["mul_"]
+    assert writes_to(gm, nodes["x"], [nodes["mul_"]]) is None
+
+
+def test_unknown_functions_may_return_their_argument() -> None:
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    gm = symbolic_trace(lambda x: x * 1)
+    call = list(gm.graph.nodes)[1]
+    with gm.graph.inserting_after(call):
+        foreign = gm.graph.call_function(mine, (call,))
+    assert not makes_fresh(gm, foreign) and call in memory_roots(gm, foreign)
+
+
+def test_mode_switches() -> None:
+    gm = symbolic_trace(lambda x: x * 1)
+    node = gm.graph.call_function(torch._C._set_grad_enabled, (False,))
+    assert switches_mode(node) and not switches_mode(next(iter(gm.graph.nodes)))
