@@ -95,7 +95,30 @@ def verification(found: dict[str, Any]) -> Iterator[str]:
     yield table(("method", f"alarms on {alarms}", f"missed of {misses}"), rows)
 
 
+def core(found: dict[str, Any]) -> Iterator[str]:
+    """Cost per node, cost of recording and memory, from benchmarks/core.py; as far as it ran."""
+    facts = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
+    yield "## The core"
+    yield f"From `benchmarks/core.py` ({facts})."
+    if "linear" in found:
+        yield "Transforming and reversing graphs of 1,000 and of 20,000 nodes:"
+        yield named_rows("transformation", found["linear"])
+    if "recording" in found:
+        yield "What recording adds to the edit itself:"
+        yield named_rows("transformation", found["recording"])
+    if "memory" in found:
+        yield "Merging linears, in bytes:"
+        yield table(("what", "bytes"), [(name, f"{value:,}") for name, value in found["memory"].items()])
+
+
+def named_rows(name: str, rows: dict[str, dict[str, Any]]) -> str:
+    """A table with one row for each entry, and its own keys as columns."""
+    head = (name, *next(iter(rows.values())))
+    return table(head, [(key, *(str(value) for value in row.values())) for key, row in rows.items()])
+
+
 SECTIONS: dict[str, Callable[[Any], Iterator[str]]] = {
+    "core": core,
     "verify": verification,
     "weights": weights,
     "faults": faults,
