@@ -233,6 +233,8 @@ def test_training_mode_and_odd_inputs_are_refused():
 
 def test_progress_is_told():
     told: list[tuple[str, float]] = []
-    optimize(make_model(), (torch.randn(2, 5, 16),), backend="plain", progress=lambda what, done: told.append((what, done)))
+    optimize(
+        make_model(), (torch.randn(2, 5, 16),), backend="plain", progress=lambda what, done: told.append((what, done))
+    )
     assert [done for _, done in told] == sorted(done for _, done in told)
     assert any("MergeLinears" in what for what, _ in told)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import math
 import os
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -14,7 +16,7 @@ from torch.fx import GraphModule
 
 from refold._version import __version__
 from refold.change import Change
-from refold.measure import Timing
+from refold.measure import Measurement, Timing
 from refold.optimizing.choosing import ORIGINAL, Choice
 from refold.optimizing.provenance import regions, trace_back
 from refold.optimizing.steps import Step
@@ -22,6 +24,7 @@ from refold.report import data
 from refold.report.graph import graph_data
 from refold.rewrite import Rewrite
 from refold.verify import Verification
+from refold.verifying.results import GRADES
 
 
 def build_report(
@@ -41,7 +44,7 @@ def build_report(
         title=f"{type(model).__name__} by refold",
         model=data.ModelSummary(type(model).__name__, sum(p.numel() for p in model.parameters())),
         speedup=_speedup(choice),
-        exactness=None if exactness is None else _verification(exactness),
+        exactness=None if exactness is None else _exactness(exactness, choice),
         steps=tuple(_card(step, by_step[i]) for i, step in enumerate(steps)),
         timings=tuple(_bar(t, choice) for t in choice.comparison.ranked) if choice.comparison else (),
         executors=_executors(choice),
@@ -57,19 +60,21 @@ def build_report(
 def _speedup(choice: Choice) -> data.Ratio | None:
     if choice.comparison is None or choice.name == ORIGINAL:
         return None if choice.comparison is None else data.Ratio(1.0, 1.0, 1.0)
-    measured = choice.comparison.between(ORIGINAL, choice.name)
+    return _ratio(choice.comparison.between(ORIGINAL, choice.name))
+
+
+def _ratio(measured: Measurement) -> data.Ratio:
+    """The ratio with its interval, or with the extremes where there were too few rounds for an interval."""
     low, high = measured.interval
-    return data.Ratio(measured.ratio, low, min(high, max(measured.ratios)))
+    if low == 0 or not math.isfinite(high):
+        low, high = min(measured.ratios), max(measured.ratios)
+    return data.Ratio(measured.ratio, low, high)
 
 
 def _card(step: Step, changes: list[Change]) -> data.RewriteCard:
     transformation, measured = step.transformation, step.measurement
     places = [place for change in changes for place in regions(change)]
     sites = [data.Site(r.what, tuple(r.nodes), _after(r.nodes, places)) for r in step.result.rewritten]
-    gain = None
-    if measured is not None:
-        low, high = measured.interval
-        gain = data.Ratio(measured.ratio, low, min(high, max(measured.ratios)))
     return data.RewriteCard(
         name=type(transformation).__name__,
         status=step.status,  # type: ignore[arg-type]
@@ -79,7 +84,7 @@ def _card(step: Step, changes: list[Change]) -> data.RewriteCard:
         sites=tuple(sites),
         refusals=tuple(data.Refusal(r.node, r.reason) for r in step.result.refused),
         verification=None if step.verification is None else _verification(step.verification),
-        gain=gain,
+        gain=None if measured is None else _ratio(measured),
         note=step.note,
     )
 
@@ -127,6 +132,14 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _exactness(found: Verification, choice: Choice) -> data.Verification:
+    """How exact the result is as it runs: the rewritten graph, and the executor that runs it."""
+    graph, run = found.summary(), choice.grades.get(choice.name, found.grade)
+    if run not in GRADES or graph.grade not in GRADES or GRADES.index(run) <= GRADES.index(graph.grade):
+        return graph
+    return replace(graph, grade=run, sentence=f"{graph.sentence}; run by {choice.name}: {run}")
 
 
 def _verification(found: Verification) -> data.Verification:
