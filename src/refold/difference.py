@@ -19,6 +19,7 @@ from refold.keeping import keep, with_holders
 from refold.snapshot import MISSING, ModuleRecord, NodeRecord, Ref, Snapshot, same_value
 from refold.weights import MapRecord
 
+_Pairs = list[tuple[str, ModuleRecord, ModuleRecord]]
 _FIELDS = ("op", "target", "args", "kwargs", "type")
 
 
@@ -32,8 +33,10 @@ def difference(before: Snapshot, after: Snapshot, maps: Iterable[MapRecord] = ()
     created = {name: _record(new[name][1], None) for name in new if name not in old}
     changed = dict(_changed_nodes(old, new, names))
     mapped = with_holders(name for record in maps for name in record.map.sources.values())
-    tables = _changed_tables(before, after, mapped)
-    attributes = _changed_attributes(before, after)
+    suspects = _same_modules(before, after)
+    copied = before.modules[""].module is not after.modules[""].module
+    tables = _changed_tables(suspects, copied, mapped)
+    attributes = _changed_attributes(suspects)
     moved = _moved([n for n in old if n in new], [n for n in new if n in old])
     codegen = MISSING if before.codegen is after.codegen else before.codegen
     if not (erased or created or changed or tables or attributes or moved) and codegen is MISSING:
@@ -84,7 +87,7 @@ def _changed_nodes(
         if name not in new:
             continue
         new_node, new_fields = new[name]
-        if node is new_node and all(a is b for a, b in zip(fields[1:6], new_fields[1:6], strict=True)):
+        if node is new_node and all(map(is_, fields[1:6], new_fields[1:6])):
             continue
         before, after = _record(fields, names), _record(new_fields, None)
         if not all(same_value(getattr(before, f), getattr(after, f)) for f in _FIELDS):
@@ -97,22 +100,24 @@ def _changed_metas(old: dict[str, Any], new: dict[str, Any]) -> dict[str, dict[s
         if name not in new:
             continue
         before, after = fields[6], new[name][1][6]
-        if not before and not after:
-            continue
-        if len(before) == len(after) and all(before[k] is after.get(k, MISSING) for k in before):
+        if before.keys() == after.keys() and all(map(is_, before.values(), map(after.get, before))):
             continue
         keys = [k for k in {**before, **after} if before.get(k, MISSING) is not after.get(k, MISSING)]
         changed[name] = {k: before.get(k, MISSING) for k in keys}
     return changed
 
 
-def _same_modules(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, ModuleRecord, ModuleRecord]]:
-    """Modules that stand at the same path in both photographs."""
+def _same_modules(before: Snapshot, after: Snapshot) -> _Pairs:
+    """Modules that stand at the same path in both photographs and may differ."""
     copied = before.modules[""].module is not after.modules[""].module
+    found, others = [], after.modules
     for path, record in before.modules.items():
-        other = after.modules.get(path)
-        if other is not None and (path == "" or _same_entry(record.module, other.module, copied)):
-            yield path, record, other
+        other = others.get(path)
+        if other is None or (not copied and record.module is other.module and record.is_untouched()):
+            continue
+        if path == "" or _same_entry(record.module, other.module, copied):
+            found.append((path, record, other))
+    return found
 
 
 def _same_entry(old: Any, new: Any, copied: bool) -> bool:
@@ -123,10 +128,9 @@ def _same_entry(old: Any, new: Any, copied: bool) -> bool:
     return isinstance(old, nn.Module) and type(old) is type(new)
 
 
-def _changed_tables(before: Snapshot, after: Snapshot, mapped: set[str]) -> dict[tuple[str, str], TableChange]:
-    copied = before.modules[""].module is not after.modules[""].module
+def _changed_tables(suspects: _Pairs, copied: bool, mapped: set[str]) -> dict[tuple[str, str], TableChange]:
     changed = {}
-    for path, record, other in _same_modules(before, after):
+    for path, record, other in suspects:
         for name, entries in record.tables.items():
             if not entries and not other.tables[name]:
                 continue
@@ -145,9 +149,9 @@ def _without_history(path: str, entries: dict[str, Any]) -> dict[str, Any]:
     return entries if path else {k: v for k, v in entries.items() if k != fx_private.HISTORY_CHILD}
 
 
-def _changed_attributes(before: Snapshot, after: Snapshot) -> dict[str, dict[str, Any]]:
+def _changed_attributes(suspects: _Pairs) -> dict[str, dict[str, Any]]:
     changed = {}
-    for path, record, other in _same_modules(before, after):
+    for path, record, other in suspects:
         if other.module is not record.module:
             continue  # a copy came back: its attributes are its own
         found = record.changed_attributes()

@@ -72,14 +72,31 @@ def has_all_attributes(module: nn.Module, attributes: dict[str, Any]) -> bool:
     return live.keys() == attributes.keys() and all(map(operator.is_, live.values(), attributes.values()))
 
 
+def has_just(module: nn.Module, attributes: dict[str, Any], tables: dict[str, dict[str, Any]]) -> bool:
+    """Whether a module has just these attributes, just these entries in its tables, and no hooks."""
+    if not has_all_attributes(module, attributes):
+        return False
+    for name, old in tables.items():
+        new = attributes[name]
+        if len(old) != len(new):
+            return False
+        if old and (list(old) != list(new) or not all(map(operator.is_, old.values(), new.values()))):
+            return False
+    return not any(map(attributes.get, _WRITTEN_INTO))
+
+
 def containers(attributes: dict[str, Any]) -> dict[str, Any]:
     """Copies of those attributes that torch itself writes into (hooks, names of buffers), if they hold anything."""
+    if not any(map(attributes.get, _WRITTEN_INTO)):  # nearly always
+        return {}
     return {name: copy.copy(found) for name in _WRITTEN_INTO if (found := attributes.get(name))}
 
 
 def filled_containers(module: nn.Module, contents: dict[str, Any]) -> list[str]:
     """The names of a module's containers that hold something, or held something before."""
     live = module.__dict__
+    if not contents and not any(map(live.get, _WRITTEN_INTO)):
+        return []
     return [name for name in _WRITTEN_INTO if live.get(name) or name in contents]
 
 
@@ -256,8 +273,9 @@ def rename_nodes(graph: Graph, names: list[str]) -> None:
 def sort_users(graph: Graph) -> None:
     """Put every node's users in graph order, the order in which a trace makes them."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if len(node.users) > 1:
+    for node in position:
+        places = [*map(position.__getitem__, node.users)] if len(node.users) > 1 else []
+        if places != sorted(places):
             node.users = dict.fromkeys(sorted(node.users, key=position.__getitem__))
 
 
@@ -290,9 +308,10 @@ def address_of(tensor: torch.Tensor) -> int | None:
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """The in-place counter of a tensor; None for tensors that do not keep one."""
-    if tensor.is_inference():
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode
         return None
-    return int(tensor._version)
 
 
 def tracer_class(gm: GraphModule) -> Any:

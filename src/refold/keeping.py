@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +43,9 @@ class Husk:
 
 def _own(value: Any) -> Any:
     """Hook tables and sets belong to one module; everything else is shared as it was."""
-    return copy.copy(value) if isinstance(value, dict | set) else value
+    if not isinstance(value, dict | set):
+        return value
+    return value.copy() if value else type(value)()  # nearly all are empty, and copying is slow
 
 
 def _holds(module: nn.Module, tables: dict[str, dict[str, Any]]) -> bool:

@@ -154,9 +154,10 @@ class ModuleRecord:
     @classmethod
     def look(cls, module: nn.Module) -> ModuleRecord:
         """A module as it is, without copies: only to be compared, at once."""
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        tables = {} if scripted else {name: fx_private.table(module, name) for name in fx_private.TABLES}
-        return cls(module, module.__dict__, tables, {})
+        everything = module.__dict__
+        if isinstance(module, torch.jit.ScriptModule):
+            return cls(module, everything, {}, {})
+        return cls(module, everything, {name: everything[name] for name in fx_private.TABLES}, {})
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -176,6 +177,10 @@ class ModuleRecord:
             live = fx_private.table(self.module, name)
             live.clear()
             live.update(entries)
+
+    def is_untouched(self) -> bool:
+        """Whether the module is as it was photographed; fast, and False when in doubt."""
+        return not self.contents and fx_private.has_just(self.module, self.everything, self.tables)
 
     def changed_attributes(self) -> dict[str, Any]:
         """The plain attributes that the module no longer has as they were here, as they were here."""
