@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from refold.division import Division, match_division
 from refold.edit import Editor
-from refold.match import Division, GraphView, match_division
+from refold.match import GraphView
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 
 # Divisor and inverse must both be normal numbers of the narrowest arithmetic that torch computes in (float32).
