@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TIME_BUDGET = 180.0
+TIME_BUDGET = 300.0
 
 
 def _show_version(wanted: bool) -> None:
