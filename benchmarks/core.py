@@ -35,6 +35,7 @@ from refold import (
     ReversibleTransformation,
     Transformation,
 )
+from refold.recording import recording as taking_notes
 
 RESULTS = Path(__file__).parent / "results" / "core.json"
 SIZES = (1_000, 20_000)
@@ -143,18 +144,23 @@ def recording() -> dict[str, Any]:
     """A call of a transformation against the same edit done raw, with lint and recompile in both; interleaved."""
     report = {}
     for name, (t, make) in CASES.items():
-        raw, recorded = [], []
-        for _ in range(ROUNDS):
-            raw.append(_seconds(lambda gm, t=t: _raw(t, gm), graph(make, 2000)))
-            recorded.append(_seconds(lambda gm, t=t: t(gm), graph(make, 2000)))
+        raw: list[float] = []
+        recorded: list[float] = []
+        for round_ in range(2 * ROUNDS):
+            turns = [(raw, lambda gm, t=t: _raw(t, gm)), (recorded, lambda gm, t=t: t(gm))]
+            for times, work in turns if round_ % 2 else reversed(turns):
+                times.append(_seconds(work, graph(make, 2000)))
         overhead = statistics.median(recorded) / statistics.median(raw) - 1
-        report[name] = {"raw s": _round(raw), "recorded s": _round(recorded), "overhead": round(overhead, 3)}
+        report[name] = {"raw s": _round(raw), "recorded s": _round(recorded), "overhead": round(overhead, 3)} | _spread(
+            raw, recorded
+        )
         print(name, report[name], flush=True)
     return report
 
 
 def _raw(t: Transformation, gm: GraphModule) -> None:
-    t.transform(gm)
+    with taking_notes():  # as in a call: without, every mark computes the signature anew, and raw would look slow
+        t.transform(gm)
     gm.graph.lint()
     gm.recompile()
 
@@ -169,8 +175,9 @@ def _seconds(work: Callable[[GraphModule], object], gm: GraphModule) -> float:
     return elapsed
 
 
-def _round(times: list[float]) -> float:
-    return round(statistics.median(times), 4)
+def _spread(times: list[float]) -> dict[str, float]:
+    found = {"median": statistics.median(times), "least": min(times), "most": max(times)}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 # --- memory of merged weights -------------------------------------------------------------------------------------
