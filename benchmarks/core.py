@@ -151,9 +151,7 @@ def recording() -> dict[str, Any]:
             for times, work in turns if round_ % 2 else reversed(turns):
                 times.append(_seconds(work, graph(make, 2000)))
         overhead = statistics.median(recorded) / statistics.median(raw) - 1
-        report[name] = {"raw s": _round(raw), "recorded s": _round(recorded), "overhead": round(overhead, 3)} | _spread(
-            raw, recorded
-        )
+        report[name] = {"overhead": round(overhead, 3), "raw s": _spread(raw), "recorded s": _spread(recorded)}
         print(name, report[name], flush=True)
     return report
 
