@@ -13,8 +13,9 @@ from refold.match import GraphView
 
 aten = torch.ops.aten
 
-_VIEWS: dict[Any, Any] = {"view": "reshape", torch.Tensor.view: torch.Tensor.reshape}
-_VIEWS |= {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+VIEWS: dict[Any, Any] = {"view": "reshape", torch.Tensor.view: torch.Tensor.reshape}
+VIEWS |= {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+"""Calls that need a fitting memory layout, and the ones that do the same on any."""
 _NEED_LAYOUT: set[Any] = {
     "as_strided",
     "view_as",
@@ -45,7 +46,7 @@ def why_not_sliceable(view: GraphView, node: Node) -> str | None:
     for value, reader in aliases(view.gm, node):
         if value in written_by(view.gm, reader):
             return f"{reader.name} writes into its output in place"
-        if reader.target in _NEED_LAYOUT or (reader.target in _VIEWS and _has_dtype(reader)):
+        if reader.target in _NEED_LAYOUT or (reader.target in VIEWS and _has_dtype(reader)):
             return f"{reader.name} depends on the memory layout of its output"
     return None
 
@@ -53,8 +54,8 @@ def why_not_sliceable(view: GraphView, node: Node) -> str | None:
 def make_views_reshapes(gm: GraphModule, node: Node) -> None:
     """A slice cannot always be viewed in another shape, but always be reshaped; what leaves the graph is made whole."""
     for value, reader in list(aliases(gm, node)):
-        if reader.target in _VIEWS:
-            reader.target = _VIEWS[reader.target]
+        if reader.target in VIEWS:
+            reader.target = VIEWS[reader.target]
         elif value is node and (reader.op == "output" or _is_foreign(gm, reader)):
             _read_contiguous(node, reader)
 

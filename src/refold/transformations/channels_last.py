@@ -14,12 +14,11 @@ from refold.edit import Editor, twin_of
 from refold.match import Call, GraphView, match_conv, match_conv_transpose, rank_of
 from refold.purity import name_of
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
+from refold.slicing import VIEWS
 from refold.weight_operations import Relayout
 
 aten = torch.ops.aten
 
-_VIEWS: dict[Any, Any] = {"view": "reshape", torch.Tensor.view: torch.Tensor.reshape}
-_VIEWS |= {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 _NEED_LAYOUT = {"as_strided", "view_as", "stride", "data_ptr", "storage_offset", "is_contiguous", "view_as_complex"}
 
 
@@ -79,7 +78,7 @@ class ChannelsLast(ReversibleRewrite):
         if not weights:
             return
         entries = [c.input for c in convs.values() if c.input not in behind and not _is_laid_out(c.input)]
-        views = [n for n in behind if n.target in _VIEWS]
+        views = [n for n in behind if n.target in VIEWS]
         plan = _Plan(weights, list(dict.fromkeys(entries)), views, list(_exits(view, behind)))
         yield Site(tuple(call.node for call in weights), f"channels last for {len(weights)} convolutions", plan)
 
@@ -90,7 +89,7 @@ class ChannelsLast(ReversibleRewrite):
         for node in plan.entries:
             self._enter(edit, node)
         for node in plan.views:
-            node.target = _VIEWS[node.target]
+            node.target = VIEWS[node.target]
             self.mark_as_transformed(node)
         for value, reader in plan.exits:
             reader.replace_input_with(value, self._contiguous(edit, value, reader))
