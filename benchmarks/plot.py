@@ -150,7 +150,8 @@ def means(cases: dict[str, Any]) -> list[str]:
             f"- `refold.optimize` over {label} of each case: geometric mean **{mean:.2f}×** over {len(ratios)} cases, "
             f"lowest {min(ratios):.2f}×, highest {max(ratios):.2f}×."
         )
-    return lines
+    modes = sorted({name for row in cases.values() for name in row["contenders"] if name.startswith("torch.compile")})
+    return [*lines, f"- The modes of torch.compile in this race: {', '.join(modes) or 'none'}."]
 
 
 def rival_table(cases: dict[str, Any]) -> list[str]:
