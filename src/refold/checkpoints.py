@@ -24,6 +24,7 @@ from refold.fingerprint import fingerprint
 from refold.history import History, attach, check_graph_module, history
 from refold.hollow import hollow_original, named_tensors, tensor_places
 from refold.keeping import Husk
+from refold.redoing import redone_from
 from refold.weights import MapRecord, NoInverse, Tensors, remember
 
 
@@ -54,6 +55,8 @@ def to_original(gm: GraphModule, tensors: Mapping[str, torch.Tensor]) -> Tensors
     for change in reversed(history(gm).changes):
         _check_unmapped(change, state)
         for record in reversed(change.maps):
+            if not record.map.sources and not state.keys() & set(record.map.targets.values()):
+                continue  # a constant, which a checkpoint of the folded module does not hold either
             current = {role: _take(state, name) for role, name in record.map.targets.items()}
             state |= {record.map.sources[role]: value for role, value in _recover(record, current, change).items()}
         for name in change.prints:
@@ -79,17 +82,39 @@ def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any], str
 
     Everything is checked and computed before the first weight is written, so an error leaves the module as it was; an
     interrupt that comes while weights are written is raised when all of them are. The undo records are renewed: undo
-    gives the loaded checkpoint back bit for bit. Beside the checkpoint, memory holds the folded layers once more.
+    gives the loaded checkpoint back bit for bit. Beside the checkpoint, memory holds the folded layers once more. Where
+    a rewrite made tensors without a weight map, all rewrites are done again on a copy that has the checkpoint.
     """
     past = history(check_graph_module(gm))
     if not past:
         return _as_refold_error(lambda: gm.load_state_dict(state_dict, strict=strict))
-    _refuse_unmapped(past)
+    if any(change.prints for change in past.changes):
+        return _load_by_redoing(gm, past, state_dict, strict)
     layout = _layout(gm)
     with layout.lock:
         outcome, given = layout.accept(state_dict, strict)
     plan = _plan(gm, past, layout, given)
     _carry_out(plan, lambda: _renew(gm, past, plan))
+    _load_extra_state(gm, layout, state_dict)
+    return outcome
+
+
+def _load_by_redoing(gm: GraphModule, past: History, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    layout = _layout(gm)
+    with layout.lock:
+        layout.accept(state_dict, strict)
+    try:
+        twin, outcome = redone_from(gm, state_dict, strict)
+    except (RefoldError, RuntimeError) as reason:
+        change = next(change for change in past.changes if change.prints)
+        raise CheckpointMismatch(
+            f"{change.label} made {', '.join(change.prints)} without saying how they come from the original's weights, "
+            f"and doing all rewrites again with this checkpoint failed: {reason} Nothing was loaded. Undo it, load the "
+            f"checkpoint, and apply it again."
+        ) from reason
+    made = named_tensors(twin)
+    plan = _Plan({}, [(tensor, made[name]) for name, tensor in named_tensors(gm).items()])
+    _carry_out(plan, lambda: attach(gm, history(twin)))
     _load_extra_state(gm, layout, state_dict)
     return outcome
 
@@ -224,6 +249,8 @@ def _pass_through(plan: _Plan, record: MapRecord, current: Tensors, last: bool) 
     device = next((t.device for t in targets.values()), next((t.device for t in old.values()), None))
     old = {role: value.to(device) for role, value in old.items()}
     new = {role: value.contiguous() for role, value in record.map.operation.forward(old).items()}
+    if not new:
+        return record  # a constant: no checkpoint says anything about it
     if last:
         new = {role: value.to(targets[role].dtype) for role, value in new.items()}
         plan.writes += [(targets[role], value) for role, value in new.items()]
@@ -292,16 +319,6 @@ def _check_unmapped(change: Change, state: Mapping[str, torch.Tensor]) -> None:
             raise WeightsChanged(
                 f"{name}, which {change.label} made, was changed since, and the transformation does not say how to "
                 f"carry that back, so the original checkpoint is not known. Undo with weights='original' first."
-            )
-
-
-def _refuse_unmapped(past: History) -> None:
-    for change in past.changes:
-        if change.prints:
-            raise CheckpointMismatch(
-                f"{change.label} made {', '.join(change.prints)} without saying how they come from the original's "
-                f"weights, so a checkpoint of the original cannot be loaded into the folded module. Undo it, load the "
-                f"checkpoint, and apply it again."
             )
 
 

@@ -28,28 +28,39 @@ class Constants:
         self._values: dict[Node, Any] = {}
         self._failed: set[Node] = set()
         self.nodes: set[Node] = set()
+        self.weighted: set[Node] = set()
+        """Those that depend on a parameter or on a buffer of the checkpoint."""
         for node in view.nodes:
             if self._is_constant(node):
                 self.nodes.add(node)
+                self.weighted |= {node} if self._is_weighted(node) else set()
 
     def _is_constant(self, node: Node) -> bool:
         if node in self._written:
             return False
         if node.op == "get_attr":
-            return self._constant_attribute(str(node.target))
+            return self._constant_attribute(str(node.target), parameters=self._parameters)
         if is_device_of_input(node):
             return True
         if node.op not in ("call_function", "call_method", "call_module") or not is_pure(self.gm, node):
             return False
-        if node.op == "call_module" and not self._constant_module(str(node.target)):
+        if node.op == "call_module" and not self._constant_module(str(node.target), parameters=self._parameters):
             return False
         return all(n in self.nodes for n in node.all_input_nodes)
 
-    def _constant_module(self, path: str) -> bool:
-        module = self.gm.get_submodule(path)
-        return self._parameters or not any(True for _ in (*module.parameters(), *module.buffers()))
+    def _is_weighted(self, node: Node) -> bool:
+        if not self._parameters or is_device_of_input(node):
+            return False
+        own = (node.op == "get_attr" and not self._constant_attribute(str(node.target), parameters=False)) or (
+            node.op == "call_module" and not self._constant_module(str(node.target), parameters=False)
+        )
+        return own or any(n in self.weighted for n in node.all_input_nodes)
 
-    def _constant_attribute(self, target: str) -> bool:
+    def _constant_module(self, path: str, *, parameters: bool) -> bool:
+        module = self.gm.get_submodule(path)
+        return parameters or not any(True for _ in (*module.parameters(), *module.buffers()))
+
+    def _constant_attribute(self, target: str, *, parameters: bool) -> bool:
         path, _, key = target.rpartition(".")
         try:
             owner = self.gm.get_submodule(path)
@@ -58,9 +69,9 @@ class Constants:
         if isinstance(owner, torch.jit.ScriptModule):
             return False
         if key in fx_private.table(owner, "_buffers"):
-            return self._parameters or key in fx_private.plain_attributes(owner)["_non_persistent_buffers_set"]
+            return parameters or key in fx_private.plain_attributes(owner)["_non_persistent_buffers_set"]
         if key in fx_private.table(owner, "_parameters"):
-            return self._parameters
+            return parameters
         return isinstance(getattr(owner, key, None), torch.Tensor | int | float | bool | torch.dtype)
 
     def value(self, node: Node) -> Any:

@@ -19,6 +19,7 @@ from refold.operations import (
     AddLowRank,
     AppendColumn,
     Concatenate,
+    Constant,
     Fill,
     FoldBatchNorm,
     NoInverse,
@@ -36,6 +37,7 @@ __all__ = [
     "AddLowRank",
     "AppendColumn",
     "Concatenate",
+    "Constant",
     "Fill",
     "FoldBatchNorm",
     "Handle",
@@ -51,6 +53,7 @@ __all__ = [
     "Transpose",
     "WeightMap",
     "apply_map",
+    "constant_record",
     "remember",
 ]
 
@@ -130,6 +133,8 @@ class MapRecord:
     originals: Tensors = field(default_factory=dict)
     prints: dict[str, str] = field(default_factory=dict)
     source_prints: dict[str, str] = field(default_factory=dict)
+    casts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The fingerprints that a cast of the module gives to constants: nothing else tells it from a change."""
 
     @property
     def nbytes(self) -> int:
@@ -144,8 +149,9 @@ class MapRecord:
 
     def changed(self, current: Tensors) -> frozenset[str]:
         """The targets whose numbers are no longer those that this map gave them; a cast alone does not count where the
-        kept tensors tell."""
+        kept tensors or the fingerprints of casts tell."""
         differ = frozenset(role for role, mark in self.prints.items() if fingerprint(current[role]) != mark)
+        differ -= {role for role in differ if _is_cast(current[role].detach(), self.casts.get(role, ()))}
         if not differ or any(tensor.is_meta for tensor in self.kept.values()):
             return differ
         known = self.map.operation.from_kept({role: t.cpu() for role, t in self.kept.items()})
@@ -243,6 +249,24 @@ class MapRecord:
             if dtype == own:
                 return current[target].dtype
         return own
+
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def constant_record(name: str, value: torch.Tensor) -> MapRecord:
+    """The record of a tensor that a rewrite made from numbers alone, under its full name."""
+    weight_map = WeightMap(Constant(), {}, {"constant": name})
+    record = MapRecord(weight_map, {}, {"constant": value.dtype}, prints={"constant": fingerprint(value)})
+    if value.is_floating_point():
+        record.casts = {"constant": tuple(fingerprint(value.to(d)) for d in _FLOATS if d != value.dtype)}
+    return record
+
+
+def _is_cast(tensor: torch.Tensor, marks: tuple[str, ...]) -> bool:
+    """Whether a tensor is one of these, or one of these that was cast once more to a wider dtype."""
+    narrowed = (tensor.to(dtype) for dtype in _FLOATS if marks)
+    return any(same_bits(n.to(tensor.dtype), tensor) and fingerprint(n) in marks for n in narrowed)
 
 
 @torch.no_grad()

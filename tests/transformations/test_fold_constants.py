@@ -1,14 +1,20 @@
 """FoldConstants evaluates what is the same in every run, and nothing that training, checkpoints or chance change."""
 
 import copy
+from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
 import refold
 from refold.capture import trace
+from refold.checkpoints import CheckpointMismatch
+from refold.errors import WeightsChanged
 from refold.hollow import hollow
 from refold.purity import name_of
+from refold.rewrite import Site
+from refold.testing.laws import LawBroken, check_law, l12_original_checkpoint_loads
 from refold.transformations.fold_constants import FoldConstants
 
 
@@ -118,3 +124,94 @@ def test_the_reverse_is_exact():
     FoldConstants()(gm, reverse=True)
     assert gm.code == code
     assert all(dict(gm.named_buffers())[k] is v for k, v in buffers.items()) and len(buffers) == 1
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def another_checkpoint(gm):
+    return {name: tensor + torch.linspace(0.5, 1, tensor.numel()) for name, tensor in gm.state_dict().items()}
+
+
+def rewritten_and_expected(function, **settings):
+    """A folded module, a checkpoint, and the module that never was folded with that checkpoint."""
+    plain = trace(Of(function), X, dynamic=False)
+    gm, checkpoint = copy.deepcopy(plain), another_checkpoint(plain)
+    FoldConstants(**settings)(gm)
+    assert "sin" not in names(gm)
+    plain.load_state_dict(checkpoint)
+    return gm, checkpoint, plain
+
+
+def assert_loads(gm, checkpoint, plain):
+    addresses = {name: tensor.data_ptr() for name, tensor in (*gm.named_parameters(), *gm.named_buffers())}
+    refold.load_original_state_dict(gm, checkpoint)
+    assert torch.equal(gm(X), plain(X))
+    assert addresses == {name: t.data_ptr() for name, t in (*gm.named_parameters(), *gm.named_buffers())}
+    given = refold.original_state_dict(gm)
+    assert list(given) == list(checkpoint) and all(torch.equal(given[k], v) for k, v in checkpoint.items())
+    refold.undo(gm, None)
+    assert gm.code == plain.code and torch.equal(gm(X), plain(X))
+    assert all(torch.equal(gm.state_dict()[k], v) for k, v in checkpoint.items())
+
+
+def test_a_constant_without_weights_states_its_map_and_the_original_checkpoint_loads():
+    gm, checkpoint, plain = rewritten_and_expected(lambda m, x: x * m.scale + m.extra.sin() + m.kept)
+    (record,) = refold.history(gm)[0].maps
+    assert str(record.map) == "constant=constants.sin = Constant()()" and not refold.history(gm)[0].prints
+    assert refold.history(gm).nbytes == 0
+    constant = gm.constants.sin.clone()
+    assert_loads(gm, checkpoint, plain)
+    assert torch.equal(constant, (torch.arange(4.0) + 1).sin())
+
+
+def test_what_depends_on_weights_is_computed_again_from_the_checkpoint():
+    assert_loads(
+        *rewritten_and_expected(lambda m, x: x * m.scale.sin() + m.kept.sin() + m.extra.sin(), parameters=True)
+    )
+    gm, _, _ = rewritten_and_expected(lambda m, x: x * m.scale.sin() + m.extra.sin(), parameters=True)
+    assert [len(gm.constants._buffers), len(refold.history(gm)[0].maps), len(refold.history(gm)[0].prints)] == [2, 1, 1]
+
+
+def test_a_wrong_checkpoint_is_refused_whole_where_it_is_computed_again():
+    gm, checkpoint, _ = rewritten_and_expected(lambda m, x: x * m.scale.sin() + m.kept, parameters=True)
+    before = {name: tensor.clone() for name, tensor in (*gm.named_parameters(), *gm.named_buffers())}
+    for wrong in ({"scale": checkpoint["scale"]}, checkpoint | {"more": X}, checkpoint | {"scale": X}):
+        with pytest.raises(CheckpointMismatch, match=r"kept|more|size mismatch"):
+            refold.load_original_state_dict(gm, wrong)
+    now = dict((*gm.named_parameters(), *gm.named_buffers()))
+    assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
+    outcome = refold.load_original_state_dict(gm, {"scale": checkpoint["scale"]}, strict=False)
+    assert outcome.missing_keys == ["kept"] and torch.equal(gm.constants.sin, checkpoint["scale"].sin())
+
+
+def test_a_constant_that_was_written_into_is_not_dropped_silently():
+    gm, _, _ = rewritten_and_expected(lambda m, x: x * m.scale + m.extra.sin())
+    gm.constants.sin.data.mul_(2)
+    for give_back in (refold.undo, refold.original_state_dict):
+        with pytest.raises(WeightsChanged, match=r"constants\.sin cannot be carried back"):
+            give_back(gm)
+    refold.undo(gm, weights="original")
+    assert "sin" in names(gm)
+
+
+@pytest.mark.parametrize("casts", [(torch.float16,), (torch.bfloat16, torch.float32), (torch.float64,)])
+def test_a_cast_is_no_change_of_a_constant(casts):
+    gm, _, plain = rewritten_and_expected(lambda m, x: x * m.scale + m.extra.sin())
+    for dtype in casts:
+        gm.to(dtype)
+    assert gm.constants.sin.dtype == casts[-1] and list(refold.original_state_dict(gm)) == ["scale"]
+    refold.undo(gm)
+    assert gm.code == plain.code
+
+
+def test_the_law_catches_a_constant_that_is_said_to_need_no_weight():
+    class Careless(FoldConstants):
+        def find(self, view):
+            for item in super().find(view):
+                yield replace(item, detail=(*item.detail[:2], False)) if isinstance(item, Site) else item
+
+    example = trace(Of(lambda m, x: x * m.scale.sin()), X, dynamic=False), (X,)
+    check_law(l12_original_checkpoint_loads, FoldConstants(parameters=True), *example)
+    with pytest.raises(LawBroken, match="is not what the model computes with"):
+        check_law(l12_original_checkpoint_loads, Careless(parameters=True), *example)

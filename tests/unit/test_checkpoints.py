@@ -244,18 +244,57 @@ def test_an_empty_checkpoint_that_is_not_strict_changes_nothing() -> None:
 class RawFold(refold.Transformation):
     """Somebody's own fold without a weight map."""
 
+    def __init__(self, factor: Any = 2) -> None:
+        self.factor = factor
+
     def transform(self, graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        graph_module.o.bias = nn.Parameter(graph_module.o.bias.detach() * 2)
+        factor = self.factor() if callable(self.factor) else self.factor
+        graph_module.o.bias = nn.Parameter(graph_module.o.bias.detach() * factor)
         return graph_module
 
 
-def test_weights_made_without_a_map_are_refused_not_left_unset() -> None:
+def test_weights_made_without_a_map_are_made_again_from_the_checkpoint() -> None:
     gm = torch.fx.symbolic_trace(mixed())
     plain = copy.deepcopy(gm)
+    everything()(gm)
     RawFold()(gm)
-    assert_holds(gm, plain.state_dict())
-    with pytest.raises(CheckpointMismatch, match=r"made o\.bias without saying"):
+    bias = gm.o.bias
+    assert refold.history(gm)[-1].prints and len(refold.history(gm)) > 2
+    outcome = load_original_state_dict(gm, checkpoint())
+    assert outcome == plain.load_state_dict(checkpoint())
+    assert gm.o.bias is bias and torch.equal(bias, checkpoint()["o.bias"] * 2)
+    assert_holds(gm, checkpoint())
+    refold.undo(gm, None)
+    assert gm.code == plain.code and torch.equal(gm(X), plain(X))
+
+
+def test_what_cannot_be_made_again_is_refused_not_left_unset() -> None:
+    gm = RawFold(lambda: 2)(torch.fx.symbolic_trace(mixed()))
+    before = everything_of(gm)
+    with pytest.raises(CheckpointMismatch, match=r"made o\.bias without saying .* not plain data"):
         load_original_state_dict(gm, checkpoint())
+    assert_untouched(gm, before)
+
+
+class FoldIfPositive(refold.Transformation):
+    """A fold without a weight map that looks at the weights to decide."""
+
+    def transform(self, graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        if bool((graph_module.o.bias > 0).all()):
+            graph_module.o.bias = nn.Parameter(graph_module.o.bias.detach() * 2)
+        return graph_module
+
+
+def test_a_checkpoint_that_leads_to_another_rewrite_is_refused() -> None:
+    model = mixed()
+    nn.init.ones_(model.o.bias)
+    gm = FoldIfPositive()(torch.fx.symbolic_trace(model))
+    before = everything_of(gm)
+    with pytest.raises(CheckpointMismatch, match="does not do again what it did"):
+        load_original_state_dict(gm, checkpoint() | {"o.bias": -torch.ones_like(model.o.bias)})
+    assert_untouched(gm, before)
+    load_original_state_dict(gm, checkpoint() | {"o.bias": 3 * torch.ones_like(model.o.bias)})
+    assert bool((gm.o.bias == 6).all())
 
 
 class DropBias(refold.Transformation):

@@ -2,6 +2,7 @@
 
 from refold.operations.base import NoInverse, Operation, Tensors
 from refold.operations.batch_norm import FoldBatchNorm
+from refold.operations.constant import Constant
 from refold.operations.low_rank import AddLowRank
 from refold.operations.scale import Scale
 from refold.operations.structural import AppendColumn, Concatenate, Fill, Pad, Reshape, Slice, Transpose
@@ -10,6 +11,7 @@ __all__ = [
     "AddLowRank",
     "AppendColumn",
     "Concatenate",
+    "Constant",
     "Fill",
     "FoldBatchNorm",
     "NoInverse",

@@ -30,6 +30,7 @@ def record_to_plain(record: MapRecord, store: Store, prefix: str) -> dict[str, A
         "originals": {role: store.put(f"{prefix}.{role}.original", t) for role, t in record.originals.items()},
         "prints": record.prints,
         "source_prints": record.source_prints,
+        "casts": {role: list(marks) for role, marks in record.casts.items()},
         "residues": residues,
     }
 
@@ -71,6 +72,7 @@ def record_from_plain(data: dict[str, Any], replayed: MapRecord, store: Store) -
         {role: store.get(key) for role, key in _roles(data["originals"], specs).items()},
         {str(role): str(mark) for role, mark in data["prints"].items()},
         {str(role): str(mark) for role, mark in data["source_prints"].items()},
+        {str(role): tuple(map(str, marks)) for role, marks in data.get("casts", {}).items()},
     )
 
 

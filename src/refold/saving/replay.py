@@ -137,7 +137,9 @@ def _finish(gm: GraphModule, transformation: Transformation, step: Mapping[str, 
     past = history(gm)
     recipe = {"class": step["class"], "settings": step["settings"]}
     groups = tuple((int(signature), int(number)) for signature, number in step.get("groups", ()))
-    prints = {str(name): str(mark) for name, mark in step.get("prints", {}).items()}
+    prints = past[-1].prints  # of the values that this replay made, or of those that were saved
+    if "prints" in step:
+        prints = {str(name): str(mark) for name, mark in step["prints"].items()}
     latest = replace(past[-1], name=type(transformation).__name__, groups=groups, recipe=recipe, prints=prints)
     attach(gm, History((*past.changes[:-1], latest), past.birth, past.expected))
 

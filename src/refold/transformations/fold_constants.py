@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from refold import recording
 from refold.constants import Constants
 from refold.edit import Editor
 from refold.match import GraphView, example_value
 from refold.purity import erase_dead, name_of
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 from refold.slicing import aliases
+from refold.weights import constant_record
 
 _FREE = {"expand", "expand_as", "broadcast_to", "getattr", "getitem", "device", "sym_size"}
 """Calls that cost nothing, and whose results may be much larger than what they are made from."""
@@ -29,7 +31,8 @@ class FoldConstants(ReversibleRewrite):
 
     Constants are numbers, tensors made from them (`arange`, `full`), lifted constants and buffers outside the
     checkpoint. Buffers move with the module, so the graph can still change device. Parameters are not folded, because
-    training and loading a checkpoint would no longer reach them; with `parameters=True`, for inference, they are too.
+    training would no longer reach them; with `parameters=True`, for inference, they are too. Checkpoints of the
+    original load all the same with `refold.load_original_state_dict`, which computes what depends on them again.
     Random numbers are never folded, nor what is written into, leaves the graph, or takes more than `limit` bytes.
     """
 
@@ -58,7 +61,11 @@ class FoldConstants(ReversibleRewrite):
                 yield Skip(node, reason)
                 continue
             assert isinstance(value, torch.Tensor)
-            yield Site((node,), f"{node.name} is a constant of shape {tuple(value.shape)}", (node, value))
+            yield Site(
+                (node,),
+                f"{node.name} is a constant of shape {tuple(value.shape)}",
+                (node, value, node in constants.weighted),
+            )
 
     def _why_not(self, view: GraphView, node: Node) -> str | None:
         noted = example_value(node)
@@ -77,8 +84,11 @@ class FoldConstants(ReversibleRewrite):
         return f"it takes more than {self.limit} bytes" if _nbytes(value) > self.limit else None
 
     def rewrite(self, site: Site, edit: Editor) -> None:
-        node, value = site.detail
-        fetch = edit.fetch(node, _keep(edit, node.name, value))
+        node, value, weighted = site.detail
+        path = _keep(edit, node.name, value)
+        if not weighted:
+            recording.current().maps.append(constant_record(path, value))
+        fetch = edit.fetch(node, path)
         self.mark_as_transformed(fetch)
         edit.replace_uses(node, fetch)
         erase_dead(edit, [node])
