@@ -199,11 +199,12 @@ def measure(
     time_budget: float = 10.0,
     confidence: float = 0.99,
     grad: bool = False,
+    memory: bool = True,
 ) -> Measurement:
     """Time a and b in turn on the same inputs: a dict of keyword arguments, a tuple of positional ones, or one tensor.
 
     `repeats` is the number of rounds; without it, as many as fit in `time_budget` seconds.
-    Gradients are off unless `grad=True`: this times inference.
+    Gradients are off unless `grad=True`: this times inference. `memory=False` saves the call that peak memory takes.
     """
     names = ("a", "b") if _name(a) == _name(b) else (_name(a), _name(b))
     comparison = measure_many(
@@ -213,6 +214,7 @@ def measure(
         time_budget=time_budget,
         confidence=confidence,
         grad=grad,
+        memory=memory,
         keep=names,
     )
     for name, reason in comparison.failed.items():
@@ -228,19 +230,22 @@ def measure_many(
     time_budget: float = 30.0,
     confidence: float = 0.95,
     grad: bool = False,
+    memory: bool = True,
     keep: Collection[str] = (),
     baseline: str | None = None,
 ) -> Comparison:
     """Time many contenders in turn. Those that cannot win any more leave early, except the names in `keep`.
 
-    The budget covers the rounds; the first calls (which may compile) are timed apart and are not counted.
+    The budget covers the rounds; the first calls (which may compile) are timed apart and are not counted. Warming up
+    takes no longer than the rounds, so a call of many seconds gets fewer untimed ones.
     """
+    patience = math.inf if repeats else time_budget / max(1, len(contenders))
     device = device_of(contenders.values(), inputs)
     runs, failed = {}, {}
     with torch.set_grad_enabled(grad), without_collector():
         for name, contender in contenders.items():
             try:
-                runs[name] = _Run.warmed_up(name, contender, inputs, device)
+                runs[name] = _Run.warmed_up(name, contender, inputs, device, patience, memory)
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         if not runs:
@@ -287,16 +292,26 @@ class _Run:
     dropped: bool = False
 
     @classmethod
-    def warmed_up(cls, name: str, contender: Callable[..., Any], inputs: Inputs, device: torch.device) -> _Run:
+    def warmed_up(
+        cls,
+        name: str,
+        contender: Callable[..., Any],
+        inputs: Inputs,
+        device: torch.device,
+        patience: float,
+        memory: bool,
+    ) -> _Run:
         call = bind(contender, inputs)
         first = seconds_of(call, 1, device)
-        seen = [seconds_of(call, 1, device) for _ in range(_WARM_UP_CALLS - 1)]
-        while seen[-1] < min(seen[:-1]):  # still getting faster: not warm yet
+        seen = [seconds_of(call, 1, device)]
+        # too few calls yet, or still getting faster: not warm
+        while sum(seen) < patience and (len(seen) < _WARM_UP_CALLS - 1 or seen[-1] < min(seen[:-1])):
             seen.append(seconds_of(call, 1, device))
         fastest = max(min(seen), 1e-9)
         per_sample = max(1, math.ceil(shortest_sample(device) / fastest))
         nodes = len(contender.graph.nodes) if isinstance(contender, torch.fx.GraphModule) else None
-        return cls(name, call, device, first, per_sample, fastest < _SETTLE_BELOW, nodes, peak_memory(call, device))
+        peak = peak_memory(call, device) if memory else None
+        return cls(name, call, device, first, per_sample, fastest < _SETTLE_BELOW, nodes, peak)
 
     def sample(self) -> None:
         if self.settle:

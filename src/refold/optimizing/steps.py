@@ -95,7 +95,7 @@ def _measured(before: GraphModule, after: GraphModule, inputs: Inputs, budget: B
         return None
     seconds = budget.share(0.05, _MEASURE_SECONDS)
     a, b = _replayed(before, inputs), _replayed(after, inputs)
-    return measure(a, b, inputs, time_budget=seconds)
+    return measure(a, b, inputs, time_budget=seconds, memory=False)
 
 
 def _replayed(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:

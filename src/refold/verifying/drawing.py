@@ -25,14 +25,12 @@ def draws(real: Values, seed: int, *, wide: bool = True) -> Iterator[tuple[str, 
     yield "the real values", map_tensors(real, widen) if wide else real
     if not any(_is_float(t) for t in _tensors(real)):
         return
-    generator = torch.Generator().manual_seed(seed)
+    source = _Source(seed)
+    normal = source.normal
 
     def drawn(make: Any) -> Values:
         changed: Values = map_tensors(real, lambda t: _like(t, make(t), wide) if _is_float(t) else t)
         return changed
-
-    def normal(t: torch.Tensor) -> torch.Tensor:
-        return torch.randn(t.shape, generator=generator, dtype=torch.float64)
 
     def scale(t: torch.Tensor) -> float:
         size = float(t.detach().abs().double().nan_to_num(0.0, 0.0, 0.0).mean()) if t.numel() else 0.0
@@ -42,14 +40,33 @@ def draws(real: Values, seed: int, *, wide: bool = True) -> Iterator[tuple[str, 
         return normal(t) * scale(t)
 
     def uneven(t: torch.Tensor) -> torch.Tensor:
-        return normal(t) * 10.0 ** (torch.rand(t.shape, generator=generator, dtype=torch.float64) * 6 - 3)
+        return normal(t) * 10.0 ** (source.even(t) * 6 - 3)
 
     yield "normal values", drawn(scaled)
     yield "values of very different size", drawn(uneven)
-    yield "zeros", drawn(lambda t: torch.zeros(t.shape, dtype=torch.float64))
+    yield "zeros", drawn(lambda t: torch.zeros_like(t, dtype=torch.float64))
     yield "large values", drawn(lambda t: normal(t) * (_LARGE if wide else math.sqrt(torch.finfo(t.dtype).max)))
     yield "negative values", drawn(lambda t: -normal(t).abs())
     yield SPECIAL, drawn(lambda t: _sprinkled(scaled(t)))
+
+
+class _Source:
+    """Random numbers like a tensor, drawn where it lies: a large batch on a GPU is not sent there."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def normal(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=self._on(like.device), dtype=torch.float64, device=like.device)
+
+    def even(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.rand(like.shape, generator=self._on(like.device), dtype=torch.float64, device=like.device)
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self.generators[device]
 
 
 def cropped(real: Values) -> Values:
