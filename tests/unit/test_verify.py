@@ -14,7 +14,10 @@ from torch.fx import GraphModule, symbolic_trace
 from verify_models import ALL, DEFECTS, DTYPES, MODELS, ConvNet, Dead, Divide, ForeignFold, MappedFold, Merge, build
 
 import refold
+import refold.transformations
 from refold.history import history
+from refold.rewrite import Rewrite, registered
+from refold.testing.laws import graph_of
 from refold.transformation import Transformation
 from refold.verify import OutputReference, Verification, verify, verify_last
 
@@ -126,7 +129,7 @@ def test_a_fold_that_overflows_is_wrong():
 # --- what graphs hold -------------------------------------------------------------------------------------------------
 
 
-class Rewrite(Transformation):
+class Applied(Transformation):
     """A transformation made of a function."""
 
     def __init__(self, edit) -> None:
@@ -143,7 +146,7 @@ class Rewrite(Transformation):
 
 def _apply(model: nn.Module, edit) -> GraphModule:
     gm = symbolic_trace(model)
-    Rewrite(edit)(gm)
+    Applied(edit)(gm)
     assert history(gm)
     return gm
 
@@ -356,7 +359,7 @@ def test_a_rewrite_that_raises_where_the_original_does_not_is_wrong():
         _node(gm, operator.truediv).args = (_node(gm, operator.truediv).args[0], torch.ones(17))
 
     gm, x = build("mlp", torch.float32, 0)
-    Rewrite(broken)(gm)
+    Applied(broken)(gm)
     found = verify(gm, x)
     assert not found.right and "raises" in str(found)
 
@@ -425,3 +428,15 @@ def test_it_can_be_read():
     text = json.dumps(found.to_dict())
     assert '"right": true' in text and found.sites[0].site in str(found)
     assert found._repr_html_().startswith("<table>") and found.summary().ok
+
+
+OWN = [cls for cls in registered() if cls.__module__.startswith("refold.")]
+
+
+@pytest.mark.parametrize("cls", OWN, ids=lambda cls: cls.__name__)
+def test_every_rewrite_verifies_on_its_own_examples(cls: type[Rewrite]):
+    for model, inputs in cls.examples():
+        gm = cls()(graph_of(model))
+        assert len(history(gm)) == 1
+        verification = verify(gm, inputs)
+        assert verification.sites and verification.right, verification

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from refold.history import attach, find_tensor, history
+from refold.operations.constant import Constant
 from refold.snapshot import record_node, same_value
 from refold.transformation import Transformation
 from refold.verifying.arithmetic import SLACK, Arithmetic, spread, widen
@@ -32,7 +33,8 @@ class Origins:
     _checked: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.makers = {name: r for r in self.stage.change.maps for name in r.map.targets.values()}
+        records = [r for r in self.stage.change.maps if not isinstance(r.map.operation, Constant)]
+        self.makers = {name: r for r in records for name in r.map.targets.values()}
 
     def sort(self, names: Iterable[str], known: Iterable[torch.Tensor]) -> tuple[set[str], set[str]]:
         """Of these tensors of the after side, those that weight maps made and those of unknown origin."""

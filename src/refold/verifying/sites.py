@@ -57,6 +57,7 @@ class Cutter:
         self.nodes = [{n.name: n for n in gm.graph.nodes} for gm in (stage.before, stage.after)]
         self.place = [{name: i for i, name in enumerate(names)} for names in self.nodes]
         self.touched = _touched(stage, self.nodes)
+        self.touched |= {name for name in self.nodes[1] if self._reads_other_weights(name)}
         self.rewired = {name: pairs for name in self.touched if (pairs := self._rewired(name)) is not None}
         self.rewired = {name: pairs for name, pairs in self.rewired.items() if not self._changed_places(name)}
 
@@ -128,7 +129,22 @@ class Cutter:
         if a.op != b.op or not same_value(a.target, b.target) or _uses_other(self.stage, old):
             return None
         pairs = _paired((a.args, a.kwargs), (b.args, b.kwargs))
-        return None if pairs is None or written_by(self.stage.before, old) else pairs
+        if pairs is None or written_by(self.stage.before, old) or self._reads_other_weights(name):
+            return None
+        return pairs
+
+    def _reads_other_weights(self, name: str) -> bool:
+        """Whether a node reads one tensor of the module before and another one after: what it makes of it counts, not
+        the tensor. (A computed value that became a tensor, or the other way round, is compared itself.)"""
+        old, new = (names.get(name) for names in self.nodes)
+        if old is None or new is None or old.op == "output":
+            return False
+        fetched = [[n for n in node.all_input_nodes if n.op == "get_attr"] for node in (old, new)]
+        if not any(n.name in self.touched for n in (*fetched[0], *fetched[1])) or len(fetched[0]) != len(fetched[1]):
+            return False
+        sides = (self.stage.before, self.stage.after)
+        entries = [[_entry(gm, str(n.target)) for n in nodes] for gm, nodes in zip(sides, fetched, strict=True)]
+        return not all(map(same_things, *entries))
 
     def _changed_places(self, name: str) -> bool:
         """Whether a rewired node changed places with another one: what it read reads it now. Both are then inside."""
