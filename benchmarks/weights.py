@@ -6,6 +6,7 @@ python benchmarks/weights.py            writes benchmarks/results/weights.json
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import json
 import os
@@ -13,7 +14,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,79 +143,85 @@ def resnet50(dtype: torch.dtype) -> torch.fx.GraphModule:
     return torch.fx.symbolic_trace(model.to(dtype))
 
 
-def peak_rss() -> int:
-    """The process's largest resident size so far, in bytes; `clear_peak` starts anew (Linux)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return 0
+class Heap:
+    """Bytes in use, counted at every malloc and free by benchmarks/heap.c, Python's own objects included."""
 
+    def __init__(self) -> None:
+        counted = ctypes.CDLL(None)
+        self._most, self._forget = counted.heap_most, counted.heap_forget_most
+        self._most.restype = counted.heap_in_use.restype = ctypes.c_long
+        self._in_use = counted.heap_in_use
 
-def clear_peak() -> int:
-    """Forget the peak; the resident size now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_rss()
+    def extra(self, act: Callable[[], Any]) -> int:
+        """The most bytes that were in use while something was done, beyond those that were before."""
+        gc.collect()
+        self._forget()
+        before = self._in_use()
+        act()
+        return int(self._most()) - int(before)
 
 
 def fold_resnet(dtype: torch.dtype) -> dict[str, Any]:
-    """Fold and unfold every batch norm; run in a process of its own, so that its peak is its own. A first round brings
-    in what Python and torch load once."""
+    """Fold and unfold every batch norm three times; run in a process whose mallocs are counted. A first round brings in
+    what Python and torch load once."""
     refold.undo(refold.FuseBatchNorm2dInConv2d()(resnet50(dtype)))
-    gm = resnet50(dtype)
-    sizes = [p.numel() * p.element_size() for p in gm.parameters()]
+    gm, heap = resnet50(dtype), Heap()
+    largest = max(p.numel() * p.element_size() for p in gm.parameters())
     prints = {n: refold.fingerprint.fingerprint(t) for n, t in gm.state_dict().items()}
     peaks: dict[str, list[int]] = {"fold": [], "undo": []}
-    seconds: dict[str, list[float]] = {"fold": [], "undo": []}
     for _ in range(3):
-        start, begin = clear_peak(), time.perf_counter()
-        refold.FuseBatchNorm2dInConv2d()(gm)
-        seconds["fold"].append(time.perf_counter() - begin)
-        peaks["fold"].append(peak_rss() - start)
+        peaks["fold"].append(heap.extra(lambda: refold.FuseBatchNorm2dInConv2d()(gm)))
         assert len(refold.result(gm).rewritten) == 53
         held = refold.history(gm).nbytes
         records = [record for change in refold.history(gm) for record in change.maps]
         corrections = sum(r.nbytes for record in records for r in record.residues.values())
         folded = sum(gm.get_parameter(record.map.targets["weight"]).numel() * dtype.itemsize for record in records)
         del records
-        start, begin = clear_peak(), time.perf_counter()
-        refold.undo(gm)
-        seconds["undo"].append(time.perf_counter() - begin)
-        peaks["undo"].append(peak_rss() - start)
-    differing = sum(refold.fingerprint.fingerprint(t) != prints[n] for n, t in gm.state_dict().items())
+        peaks["undo"].append(heap.extra(lambda: refold.undo(gm)))
     return {
         "folded_bytes": folded,
-        "largest_layer_bytes": max(sizes),
+        "largest_layer_bytes": largest,
         "corrections_bytes": corrections,
         "corrections_share": corrections / folded,
         "held_bytes": held,
         "held_share": held / folded,
-        "peak_extra_bytes": {name: min(values) for name, values in peaks.items()},
+        "peak_limit_bytes": largest + corrections,
         "peaks_of_three": peaks,
-        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
-        "tensors_that_differ_after_undo": differing,
+        "peak_extra_bytes": {name: max(values) for name, values in peaks.items()},
+        "peak_within_limit": {name: max(values) <= largest + corrections for name, values in peaks.items()},
+        "tensors_that_differ_after_undo": sum(
+            refold.fingerprint.fingerprint(t) != prints[n] for n, t in gm.state_dict().items()
+        ),
     }
 
 
-def in_processes(name: str) -> dict[str, Any]:
-    """Memory in one process, whose allocator gives freed memory back at once so that resident size means memory in use;
-    seconds in another, with the usual allocator."""
-    returning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    found, timed = (_in_a_process(name, extra) for extra in (returning, {}))
-    limit = found["largest_layer_bytes"] + found["held_bytes"]
-    found["seconds"] = timed["seconds"]
-    found["peak_limit_bytes"] = limit
-    found["peak_within_limit"] = {k: v <= limit for k, v in found["peak_extra_bytes"].items()}
-    return found
+def time_resnet(dtype: torch.dtype) -> dict[str, float]:
+    """Seconds of folding and unfolding every batch norm."""
+    gm = resnet50(dtype)
+    seconds: dict[str, list[float]] = {"fold": [], "undo": []}
+    for _ in range(4):
+        start = time.perf_counter()
+        refold.FuseBatchNorm2dInConv2d()(gm)
+        middle = time.perf_counter()
+        refold.undo(gm)
+        seconds["undo"].append(time.perf_counter() - middle)
+        seconds["fold"].append(middle - start)
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
-def _in_a_process(name: str, extra: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", name]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | extra)
+def counted(name: str) -> dict[str, Any]:
+    """`fold_resnet` in a process of its own in which every byte is counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "heap.so"
+        source = Path(__file__).with_name("heap.c")
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+        command = [sys.executable, __file__, "--one", name]
+        extra = {"LD_PRELOAD": str(library), "PYTHONMALLOC": "malloc"}
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | extra)
     if done.returncode:
         raise SystemExit(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return found | {"seconds": time_resnet(DTYPES[name])}
 
 
 # --- loading a checkpoint ------------------------------------------------------------------------------------------
@@ -226,7 +235,8 @@ def load_bert(rounds: int = 15) -> dict[str, Any]:
 
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig()).eval()
-    inputs = {"input_ids": torch.ones(1, 16, dtype=torch.long), "attention_mask": torch.ones(1, 16, dtype=torch.long)}
+    ones = torch.ones(1, 16, dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": ones, "attention_mask": ones.clone()}
     plain = trace(model, **inputs)
     folded = copy.deepcopy(plain)
     refold.MergeLinears()(folded)
@@ -269,7 +279,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__, "threads": 1},
         "lora": {name: lora_rounds(DTYPES[name]) for name in ("bfloat16", "float32")},
-        "resnet50": {name: in_processes(name) for name in DTYPES},
+        "resnet50": {name: counted(name) for name in DTYPES},
         "bert_base_load": load_bert(),
     }
     RESULTS.parent.mkdir(exist_ok=True)

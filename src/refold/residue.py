@@ -14,7 +14,7 @@ import torch
 from refold.fingerprint import flat_bytes, raw_bytes
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 5 << 13
+_PIECE = 5 << 10
 _PLACES = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)
 
 
@@ -48,8 +48,8 @@ class ResidueCoder:
         self._left: torch.Tensor | None = None
         self._far: list[torch.Tensor] = []
         self._any = False
-        self._coder = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
-        self._symbols = bytearray()
+        self._coder = zlib.compressobj(9, zlib.DEFLATED, -9, 8, zlib.Z_HUFFMAN_ONLY)
+        self._symbols: list[bytes] = []
 
     def add(self, predicted: torch.Tensor) -> None:
         """Take the next piece of the prediction."""
@@ -57,7 +57,8 @@ class ResidueCoder:
             stop = self._place + words.numel()
             delta = _flip(self._true[self._place : stop]) - _flip(words)
             far = (delta < -1) | (delta > 1)
-            self._far.append(far.nonzero().reshape(-1) + self._place)
+            if bool(far.any()):
+                self._far.append(far.nonzero().reshape(-1) + self._place)
             self._code(torch.where(far, torch.zeros_like(delta), delta).to(torch.int8))
             self._place = stop
 
@@ -70,14 +71,16 @@ class ResidueCoder:
         symbols = symbols[:whole]
         self._any = self._any or bool(symbols.any())
         if whole:
-            self._symbols += self._coder.compress(_bytes(_pack(symbols)))
+            self._symbols.append(self._coder.compress(_bytes(_pack(symbols))))
 
     def finish(self) -> Residue:
         """The residue; all zeros (a scale that is a power of two) cost nothing."""
         self._code(torch.empty(0, dtype=torch.int8, device=self._true.device), last=True)
         where = torch.cat(self._far) if self._far else torch.empty(0, dtype=torch.int64)
         steps = torch.diff(where, prepend=where.new_zeros(1))
-        symbols = bytes(self._symbols + self._coder.flush()) if self._any else b""
+        self._symbols.append(self._coder.flush())
+        del self._coder  # its buffers are larger than what it made
+        symbols = b"".join(self._symbols) if self._any else b""
         return Residue(symbols, _squeeze(steps), _squeeze(self._true[where]))
 
 
@@ -125,7 +128,10 @@ def _unpack(packed: bytes, count: int) -> torch.Tensor:
 
 
 def _squeeze(values: torch.Tensor) -> bytes:
-    return zlib.compress(_bytes(values.cpu()), 6) if values.numel() else b""
+    if not values.numel():
+        return b""
+    coder = zlib.compressobj(6, zlib.DEFLATED, 12, 6)  # a small window: there is little to find again in these numbers
+    return coder.compress(_bytes(values.cpu())) + coder.flush()
 
 
 def _expand(packed: bytes, dtype: torch.dtype, count: int) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Operation(ABC):
             raise ValueError(f"{cls.__name__} does not have these settings: {error}") from None
 
 
-_PIECE = 1 << 15
+_PIECE = 1 << 12
 """The numbers of a weight that are computed with at a time: float64 needs twice the memory of the weight itself."""
 
 

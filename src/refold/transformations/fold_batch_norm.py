@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from refold.attention import same_size
 from refold.edit import Editor
-from refold.folding import fold, why_not_foldable
+from refold.folding import fold, largest_first, why_not_foldable
 from refold.match import (
     Call,
     GraphView,
@@ -75,7 +75,10 @@ class FoldBatchNorm(Rewrite):
 
         return [examples.norms_behind(), examples.norms_before(), examples.norm_of_rows()]
 
-    def find(self, view: GraphView) -> Iterator[Site | Skip]:
+    def find(self, view: GraphView) -> Iterable[Site | Skip]:
+        return largest_first(self._found(view), lambda site: site.detail.layer.weight)
+
+    def _found(self, view: GraphView) -> Iterator[Site | Skip]:
         taken: set[Node] = set()
         for node in view.nodes:
             norm = _match_norm(view, node)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from refold.edit import Editor
-from refold.folding import fold, why_not_foldable
+from refold.folding import fold, largest_first, why_not_foldable
 from refold.match import Call, GraphView, match_batch_norm, match_linear, rank_of
 from refold.rewrite import Example, Rewrite, Site, Skip
 
@@ -34,7 +34,10 @@ class FuseBatchNorm1dInLinear(Rewrite):
 
         return [models.linear_norm(), models.norm_linear(), models.exported(models.linear_norm())]
 
-    def find(self, view: GraphView) -> Iterator[Site | Skip]:
+    def find(self, view: GraphView) -> Iterable[Site | Skip]:
+        return largest_first(self._found(view), lambda site: site.detail[0].weight)
+
+    def _found(self, view: GraphView) -> Iterator[Site | Skip]:
         taken: set[object] = set()
         for node in view.nodes:
             norm = match_batch_norm(view, node, dims=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from refold.edit import Editor
-from refold.folding import fold, why_not_foldable
+from refold.folding import fold, largest_first, why_not_foldable
 from refold.match import Call, GraphView, match_batch_norm, match_conv
 from refold.rewrite import Example, Rewrite, Site, Skip
 
@@ -32,7 +32,10 @@ class FuseBatchNorm2dInConv2d(Rewrite):
 
         return [models.conv_norm(), models.exported(models.conv_norm())]
 
-    def find(self, view: GraphView) -> Iterator[Site | Skip]:
+    def find(self, view: GraphView) -> Iterable[Site | Skip]:
+        return largest_first(self._found(view), lambda site: site.detail[0].weight)
+
+    def _found(self, view: GraphView) -> Iterator[Site | Skip]:
         for node in view.nodes:
             norm = match_batch_norm(view, node, dims=2)
             if norm is None:
