@@ -3,6 +3,7 @@
     python benchmarks/zoo.py                 # sweep what is not in benchmarks/results/zoo.json yet
     python benchmarks/zoo.py --only bert vit # these families again
     python benchmarks/zoo.py --failed        # those that failed, again
+    python benchmarks/zoo.py --timm          # a spread of timm's models instead (where timm is installed)
     python benchmarks/zoo.py --table         # write docs/zoo.md from the results
 
 Every family runs in a process of its own (a fork, so that nothing is imported twice) under a time limit.
@@ -11,17 +12,15 @@ Every family runs in a process of its own (a fork, so that nothing is imported t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import platform
 import random
-import re
 import resource
 import signal
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -32,6 +31,8 @@ from torch import fx, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import zoo_models
+import zoo_timm
+from zoo_table import STEPS, table
 
 from refold import (
     ChangeTrueDivToMulByInverse,
@@ -54,34 +55,39 @@ CLASSIC = (
 )
 
 RESULTS = Path(os.environ.get("ZOO_RESULTS", Path(__file__).resolve().parent / "results" / "zoo.json"))
+TIMM_RESULTS = RESULTS.with_name("zoo_timm.json")
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "zoo.md"
 MUST = {
     *("Linear", "Embedding", "LayerNorm", "RMSNorm", "GroupNorm"),
     *(f"{kind}{d}d" for kind in ("Conv", "ConvTranspose", "BatchNorm") for d in (1, 2, 3)),
 }
-STEPS = ("eager", "captured", "raised", "other batch", "rewritten", "verified", "undone")
 
 
 def main() -> None:
     options = _options()
     if options.table:
-        TABLE.write_text(table(json.loads(RESULTS.read_text())))
+        TABLE.write_text(table(_read(RESULTS), _read(TIMM_RESULTS), _families()))
         return
     _warm_up()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    wanted = options.only or _families()
+    stored, build = (TIMM_RESULTS, zoo_timm.build) if options.timm else (RESULTS, zoo_models.build)
+    results = _read(stored)
+    wanted = options.only or (list(zoo_timm.MODELS) if options.timm else _families())
     if options.failed:
         wanted = [n for n, r in results.items() if not _good(r)]
     elif not options.only:
         wanted = [n for n in wanted if n not in results]
         random.Random(0).shuffle(wanted)  # a sweep that is stopped early has seen a fair sample
     with ThreadPoolExecutor(options.jobs) as pool:
-        waiting = {pool.submit(run_apart, name, options.timeout): name for name in wanted}
+        waiting = {pool.submit(run_apart, name, build, options.timeout): name for name in wanted}
         for done in as_completed(waiting):
             results[waiting[done]] = done.result()
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1))
+            stored.parent.mkdir(exist_ok=True)
+            stored.write_text(json.dumps(dict(sorted(results.items())), indent=1))
             print(waiting[done], json.dumps(done.result())[:300], flush=True)
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _options() -> argparse.Namespace:
@@ -89,6 +95,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--failed", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--timm", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--timeout", type=int, default=60, help="seconds of processor time for a family")
     return parser.parse_args()
@@ -109,19 +116,29 @@ def _warm_up() -> None:
     torch.set_num_threads(1)
     model, inputs, _ = zoo_models.build("bert")
     trace(model, **inputs)
+    gc.freeze()  # what every fork shares is not worth looking through again
 
 
 def _good(result: dict[str, Any]) -> bool:
-    return result["eager"] != "yes" or result.get("undone") == "yes"
+    if result["eager"] != "yes":
+        return _not_here(result)
+    return all(result.get(step) == "yes" for step in ("captured", "raised", "verified", "undone"))
 
 
-def run_apart(name: str, timeout: int) -> dict[str, Any]:
+def _not_here(result: dict[str, Any]) -> bool:
+    return str(result.get("why", "")).startswith("not runnable here")
+
+
+Build = Callable[[str], tuple[nn.Module, dict[str, torch.Tensor], str]]
+
+
+def run_apart(name: str, build: Build, timeout: int) -> dict[str, Any]:
     """Run one family in a fork; what it cannot report (a crash, too long) is a result too."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _child(name, timeout, writing)
+        _child(name, build, timeout, writing)
     os.close(writing)
     with os.fdopen(reading) as stream:
         lines = stream.read().splitlines()
@@ -135,7 +152,7 @@ def run_apart(name: str, timeout: int) -> dict[str, Any]:
     return result
 
 
-def _child(name: str, timeout: int, writing: int) -> None:
+def _child(name: str, build: Build, timeout: int, writing: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout + 5))  # a busy machine must not change the result
     signal.alarm(30 * timeout)
     resource.setrlimit(resource.RLIMIT_AS, (14 << 30, 14 << 30))
@@ -146,18 +163,18 @@ def _child(name: str, timeout: int, writing: int) -> None:
         os.write(writing, (json.dumps(result) + "\n").encode())
 
     try:
-        steps_of(name, tell)
+        steps_of(name, build, tell)
     except BaseException as error:  # a fork must never come back into the loop
         tell({"eager": "no", "why": f"{type(error).__name__}: {error}"[:400]})
     os._exit(0)
 
 
-def steps_of(name: str, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def steps_of(name: str, build: Build, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """All steps of one family, told one by one, so that a killed process leaves what it had."""
     result: dict[str, Any] = {}
     torch.manual_seed(0)
     try:
-        model, inputs, recipe = zoo_models.build(name)
+        model, inputs, recipe = build(name)
     except Exception as error:
         result |= {"eager": "no", "why": str(error)[-500:]}
         tell(result)
@@ -279,112 +296,6 @@ def _unlike(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """docs/zoo.md: the shares, then families by steps with the reason for every failure."""
-    eager = {n: r for n, r in results.items() if r["eager"] == "yes"}
-    captured = {n: r for n, r in eager.items() if r.get("captured") == "yes"}
-    partial = {n: r for n, r in eager.items() if r.get("partial") == "yes"}
-    raised = {n: r for n, r in captured.items() if r["raised"] == "yes"}
-    batch = {n: r for n, r in captured.items() if r["other batch"] == "yes"}
-    rewritten = {n: r for n, r in captured.items() if "rewritten" in r}
-    undone = {n: r for n, r in rewritten.items() if r.get("undone") == "yes"}
-    verified = {n: r for n, r in rewritten.items() if r.get("verified") == "yes"}
-    changed = {n: r for n, r in rewritten.items() if r.get("changes")}
-    methods = Counter(r["method"] for r in captured.values())
-    import transformers
-
-    lines = [
-        "# The zoo",
-        "",
-        f"Written by `benchmarks/zoo.py --table`. transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"{platform.machine()}, tiny random-weight models built from their configurations by one generic recipe.",
-        "",
-        *_progress(results),
-        "| step | families | share |",
-        "|---|---|---|",
-        _share("run eagerly with generic inputs, of those tried", eager, results),
-        _share("captured whole", captured, eager),
-        _share("captured whole or in part", {**captured, **partial}, eager),
-        _share("raised completely, of those captured whole", raised, captured),
-        _share("equal to eager at another batch size, of those captured whole", batch, captured),
-        _share("rewritten by at least one of the five classic transformations", changed, rewritten),
-        _share("verified after rewriting", verified, rewritten),
-        _share("undone bit for bit", undone, rewritten),
-        "",
-        "Captured by: " + ", ".join(f"{name} {count}" for name, count in methods.most_common()) + ".",
-        "",
-        _cost(captured),
-        "",
-        "## Families that run eagerly",
-        "",
-        "| family | " + " | ".join(STEPS[1:]) + " | remarks |",
-        "|---|" + "---|" * len(STEPS),
-    ]
-    lines += [_row(name, result) for name, result in sorted(eager.items())]
-    lines += ["", "## Families the generic recipe could not build or run", "", "| family | reason |", "|---|---|"]
-    lines += [f"| {n} | {_cell(r.get('why', ''))} |" for n, r in sorted(results.items()) if r["eager"] != "yes"]
-    return "\n".join(lines) + "\n"
-
-
-def _progress(results: dict[str, dict[str, Any]]) -> list[str]:
-    missing = len(set(_families()) - results.keys())
-    if not missing:
-        return [f"All {len(results)} families were tried.", ""]
-    words = f"**{len(results)} families were tried so far; {missing} are still to come.**"
-    lines = [f"{words} `benchmarks/zoo.py` goes on where it stopped.", ""]
-    families = _families()
-    tried = [name in results for name in families]
-    # the beginning was tried by the alphabet; it ends where three in a row are missing
-    first = next((i for i in range(len(tried)) if not any(tried[i : i + 3])), len(tried))
-    drawn = {n: r for n, r in results.items() if n not in families[:first] and r["eager"] == "yes"}
-    whole = sum(r.get("captured") == "yes" for r in drawn.values())
-    return [
-        *lines,
-        f"The beginning of the alphabet (to about `{families[max(first - 1, 0)]}`) was tried in order, the others were "
-        f"drawn at random. Only those drawn are a fair sample of the rest: of {len(drawn)} that run eagerly, "
-        f"{whole} were captured whole ({100 * whole / max(len(drawn), 1):.1f} %).",
-        "",
-    ]
-
-
-def _share(what: str, some: dict[str, Any], of: dict[str, Any]) -> str:
-    return f"| {what} | {len(some)} of {len(of)} | {100 * len(some) / max(len(of), 1):.1f} % |"
-
-
-def _cost(captured: dict[str, dict[str, Any]]) -> str:
-    shares = sorted(
-        r["seconds"]["raise"] / r["seconds"]["export"] for r in captured.values() if r["seconds"].get("export")
-    )
-    if not shares:
-        return ""
-    middle, most = shares[len(shares) // 2], shares[-1]
-    return f"Raising costs {100 * middle:.1f} % of the export at the median, {100 * most:.1f} % at most."
-
-
-def _row(name: str, result: dict[str, Any]) -> str:
-    marks = [{"yes": "yes", "no": "**no**"}.get(str(result.get(step)), "") for step in STEPS[1:]]
-    if result.get("captured") == "no" and result.get("partial") == "yes":
-        marks[0] = "in part"
-    return f"| {name} | " + " | ".join(marks) + f" | {_cell(_remark(result))} |"
-
-
-def _remark(result: dict[str, Any]) -> str:
-    words = [result["why"]] if "why" in result else []
-    words += [f"not raised: {r}" for r in result.get("refused", [])[:2]]
-    if result.get("other batch") == "no":
-        words += [n for n in result.get("notes", []) if "shape[0]" in n][:1] or ["the batch size is fixed by the model"]
-    if result.get("method") not in (None, "torch.export"):
-        words.append(f"by {result['method']}")
-    if "why verify" in result:
-        words.append(result["why verify"])
-    return "; ".join(words)
-
-
-def _cell(text: str) -> str:
-    text = re.sub(r"/\S*/site-packages/", "", text)
-    return text.replace("|", "/").replace("\n", " ")[:300]
 
 
 if __name__ == "__main__":

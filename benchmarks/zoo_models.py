@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from zoo_recipes import RECIPES, Recipe, packed_images, tiny_resnet
 
 from refold.capturing.dummy_inputs import DummyInputs, usual_input_names
 
@@ -50,54 +51,77 @@ _DEEP = re.compile(r"layers?$|blocks$|^depth$|^n_layer$|depths$|vocab_size|exper
 
 
 def build(model_type: str) -> tuple[nn.Module, dict[str, torch.Tensor], str]:
-    """A model in eval mode that runs, inputs it runs on, and which recipe worked; raises with the last reason."""
+    """A model in eval mode that runs, inputs it runs on, and which recipe worked; raises with the reasons."""
+    own = RECIPES.get(model_type, Recipe())
+    if own.not_here:
+        raise RuntimeError(f"not runnable here: {own.not_here}")
     reasons: list[str] = []
-    for name, shrink in _RECIPES.items():
+    for name, shrink in _SHRINKS.items():
         try:
-            model = _instance(model_type, shrink)
+            model = _instance(model_type, shrink, own)
         except Exception as error:
-            reasons.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}")
+            reasons.append(f"{name}: {_first_line(error)}")
             continue
-        for inputs in _input_sets(model):
+        for inputs in _input_sets(model, own):
             try:
                 torch.manual_seed(0)
                 with torch.no_grad():
-                    model(**inputs)
+                    model(**{k: v.clone() for k, v in inputs.items()})
                 return model, inputs, name
             except Exception as error:
-                reasons.append(
-                    f"{name}, {list(inputs)}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-                )
-    raise RuntimeError(" | ".join(reasons[-4:]) or "no recipe")
+                reasons.append(f"{name}, {list(inputs)}: {_first_line(error)}")
+    raise RuntimeError(" | ".join(reasons[:2] + reasons[2:][-2:]) or "no recipe")
 
 
-def _instance(model_type: str, shrink: Callable[[Any], dict[str, Any]]) -> nn.Module:
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:160]}"
+
+
+def _instance(model_type: str, shrink: Callable[[Any], dict[str, Any]], own: Recipe) -> nn.Module:
     from transformers import AutoModel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = shrunk(CONFIG_MAPPING[model_type], shrink)
+    config = shrunk(CONFIG_MAPPING[model_type], shrink, own.settings)
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModel.from_config(config).parameters())
     if size > MOST_PARAMETERS:
         raise MemoryError(f"{size} parameters")
     torch.manual_seed(0)
-    return AutoModel.from_config(config).eval()
+    model = AutoModel.from_config(config).eval()
+    if own.prepare is not None:
+        own.prepare(model)
+    return model
 
 
-def shrunk(config_class: type, shrink: Callable[[Any], dict[str, Any]]) -> Any:
-    """A configuration made with small values for the settings its default has."""
-    default = config_class()
-    return config_class(**_tiny_settings(default, shrink))
+def shrunk(config_class: type, shrink: Callable[[Any], dict[str, Any]], own: Mapping[str, Any] | None = None) -> Any:
+    """A configuration made with small values for the settings its default has, then with a family's own values."""
+    settings = _tiny_settings(config_class(), shrink)
+    for path, value in (own or {}).items():
+        *above, name = path.split(".")
+        inner = settings
+        for part in above:
+            inner = inner.setdefault(part, {})
+        inner[name] = value
+    return config_class(**settings)
 
 
 def _tiny_settings(config: Any, shrink: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     settings = shrink(config)
     for name, value in vars(config).items():
-        if name.endswith("_config") and hasattr(value, "to_dict") and not name.startswith("_"):
-            inner = value.to_dict()
-            inner.update(_tiny_settings(value, shrink))
-            settings[name] = inner
+        if not name.endswith(("_config", "encoder", "decoder")) or not hasattr(value, "to_dict"):
+            continue
+        if value.model_type == "timm_backbone":
+            settings[name] = tiny_resnet(len(value.out_indices or [0]))
+            continue
+        inner = {k: v for k, v in value.to_dict().items() if k not in _DERIVED}
+        inner.update(_tiny_settings(value, shrink))
+        settings[name] = inner
     return settings
+
+
+# settings that a configuration computes from others: those of the default would contradict the tiny ones
+_DERIVED = {"per_layer_config", "stage_names", "out_features", "out_indices", "dtype"}
 
 
 def tiny(config: Any, layers: int = 1, width: int = 32) -> dict[str, Any]:
@@ -138,8 +162,9 @@ def _repair(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
             continue
         if isinstance(vocabulary, int) and value >= vocabulary:
             settings[name] = next(taken)
-    if "num_key_value_heads" in settings and vars(config)["num_key_value_heads"] == vars(config)["num_attention_heads"]:
-        settings["num_key_value_heads"] = settings["num_attention_heads"]
+    heads = vars(config).get("num_attention_heads")
+    if heads is not None and vars(config).get("num_key_value_heads") == heads:
+        settings["num_key_value_heads"] = settings.get("num_attention_heads", heads)
     sections = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
     if sections and "num_attention_heads" in settings and not vars(config).get("head_dim"):
         settings["hidden_size"] = 2 * sum(sections) * settings["num_attention_heads"]
@@ -171,24 +196,20 @@ def tiny_wider(config: Any) -> dict[str, Any]:
     return tiny(config, layers=2, width=64)
 
 
-def small_backbone(config: Any) -> dict[str, Any]:
-    """Everything small, and a tiny ResNet where the default backbone is one of timm."""
-    if "backbone_config" not in vars(config):
-        raise ValueError("no backbone")
-    resnet = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
-    return tiny(config) | {"backbone_config": resnet | {"layer_type": "basic", "out_features": ["stage4"]}}
-
-
-_RECIPES: dict[str, Callable[[Any], dict[str, Any]]] = {
+_SHRINKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "tiny": tiny,
     "tiny, wider": tiny_wider,
     "shallow": shallow,
-    "tiny, resnet": small_backbone,
 }
 
 
-def _input_sets(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+def _input_sets(model: nn.Module, own: Recipe) -> Iterator[dict[str, torch.Tensor]]:
     """Sets of inputs to try, from the usual one to more."""
+    if own.inputs is not None:
+        dummies = DummyInputs(model)
+        yield {name: dummies.make(name) if make is None else make(dummies) for name, make in own.inputs.items()}
+        return
+    yield from packed_images(model)
     parameters = inspect.signature(model.forward).parameters
     usual = usual_input_names(model)
     extra = ("pixel_values", "input_features", "input_values", "decoder_input_ids", "input_ids", "bbox")

@@ -161,6 +161,14 @@ def _resize(leaves: Sequence[torch.Tensor], dims: Sequence[Dim], size: int) -> l
     return resized
 
 
+def all_equal(leaf: torch.Tensor) -> torch.Tensor:
+    """An input with the same value everywhere (tokens) or in every row (anything else that is no description)."""
+    if leaf.dim() < 2 or not leaf.numel():
+        return leaf
+    one = leaf[:1] if leaf.is_floating_point() else leaf.flatten()[0]
+    return one.expand(leaf.shape).contiguous()
+
+
 def _describe(rules: SizeRules, dims: Sequence[Dim], size: int) -> str:
     i, dim = dims[0]
     return f"{rules.inputs[i].name}.shape[{dim}] = {size}"

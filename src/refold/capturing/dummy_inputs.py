@@ -151,8 +151,9 @@ def usual_input_names(model: nn.Module) -> list[str]:
     """What a model is called with where nobody says: its main input, what it requires, and a decoder's tokens."""
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", next(iter(parameters), "input"))
-    names = [main] if main in parameters or not parameters else []
-    names += [n for n, p in parameters.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL and n != main]
+    mains = [main] if isinstance(main, str) else list(main)  # some models have several
+    names = [name for name in mains if name in parameters or not parameters]
+    names += [n for n, p in parameters.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     names += [n for n in parameters if n == "input" and n not in names]
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         names.append("decoder_input_ids")

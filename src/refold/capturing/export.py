@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from refold.capturing.calling import Calling
+from refold.capturing.known_values import KnownValues
 from refold.capturing.trees import Branch, Constant, Leaf, Tree, flatten
 
 Openness = Literal["all", "batch", "none"]
@@ -45,22 +46,30 @@ class Result:
 class Adapter(nn.Module):
     """Takes flat tensors, calls the model in its own way, gives flat tensors. It exists during export only."""
 
-    def __init__(self, model: nn.Module, calling: Calling, result: Result) -> None:
+    def __init__(self, model: nn.Module, calling: Calling, result: Result, values: KnownValues | None = None) -> None:
         super().__init__()
         self.model = model
         self.calling = calling
         self.result = result
+        self.values = values
         self.training = model.training
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
-        args, kwargs = self.calling.rebuild(leaves)
-        return self.result.take(self.model(*args, **kwargs))
+        with self.values.watching(leaves) if self.values is not None else nullcontext(leaves) as inputs:
+            args, kwargs = self.calling.rebuild(inputs)
+            return self.result.take(self.model(*args, **kwargs))
 
 
-def export(model: nn.Module, calling: Calling, leaves: Sequence[torch.Tensor], shapes: Any) -> Exported:
+def export(
+    model: nn.Module,
+    calling: Calling,
+    leaves: Sequence[torch.Tensor],
+    shapes: Any,
+    values: KnownValues | None = None,
+) -> Exported:
     """Export ``model`` as it is called by ``calling``; ``shapes`` holds one torch.export shape per tensor."""
     result = Result()
-    adapter = Adapter(model, calling, result)
+    adapter = Adapter(model, calling, result, values)
     copies = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves)
     # torch writes half-made graphs and warnings to stderr on its own; what matters of them is in the exception
     with redirect_stderr(io.StringIO()), torch.inference_mode(False), torch.enable_grad(), size_one_stays_open():
@@ -92,6 +101,13 @@ def open_shapes(leaves: Sequence[torch.Tensor], openness: Openness) -> tuple[Any
         return 1 if openness == "batch" or (leaf.is_floating_point() and leaf.dim() >= 4) else leaf.dim()
 
     return tuple(dict.fromkeys(range(leaf.dim())[: open_dims(leaf)], auto) for leaf in leaves)
+
+
+def without_dims(shapes: Any, fixed: Collection[Any]) -> Any:
+    """The same shapes with some tensors left static."""
+    if not shapes or not fixed:
+        return shapes
+    return tuple(None if i in fixed else shape for i, shape in enumerate(shapes))
 
 
 def given_shapes(calling: Calling, shapes: Any) -> tuple[Any, ...]:

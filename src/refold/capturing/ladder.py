@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,20 +12,26 @@ from torch import nn
 
 from refold.capturing.classic import capture_classic
 from refold.capturing.errors import CaptureError
-from refold.capturing.explaining import Failure
+from refold.capturing.explaining import Failure, steered_by_values
 from refold.capturing.module import Captured
 from refold.capturing.whole import PLAIN_EXPORT, NotCaptured, Way, capture_whole
+
+_FIXED = "with values that steer Python fixed or opened"
 
 
 def climb(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any) -> Captured:
     """torch.export; the same under the patches of transformers' exporter; classic fx. Raises with all reasons."""
     failures: list[Failure] = []
     cause: BaseException | None = None
+    steered = False
     for way in _ways(model):
+        if way.fixes_values and not steered:
+            continue
         try:
             return capture_whole(model, args, kwargs, dynamic, way, failures)
         except NotCaptured as failed:
             cause = cause or failed.cause
+            steered = failed.cause is not None and steered_by_values(failed.cause)
     try:
         return capture_classic(model, args, kwargs, dynamic, failures)
     except NotCaptured:
@@ -33,8 +40,11 @@ def climb(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dyna
 
 def _ways(model: nn.Module) -> Iterator[Way]:
     yield PLAIN_EXPORT
+    yield dataclasses.replace(PLAIN_EXPORT, name=f"{PLAIN_EXPORT.name} {_FIXED}", fixes_values=True)
     if _transformers_can_patch(model):
-        yield Way("torch.export with the patches of transformers.exporters", _patched)
+        patched = Way(f"{PLAIN_EXPORT.name} with the patches of transformers.exporters", _patched)
+        yield patched
+        yield dataclasses.replace(patched, name=f"{patched.name} and {_FIXED}", fixes_values=True)
 
 
 def _transformers_can_patch(model: nn.Module) -> bool:

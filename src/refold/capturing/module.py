@@ -43,6 +43,7 @@ class Record:
     unread: dict[str, torch.Tensor]
     dtype_reason: str
     mode_reason: str
+    fixed: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     accepted: set[Any] = dataclasses.field(default_factory=set)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -57,15 +58,26 @@ class Record:
                 return
             _collect(argument, value, tensors)
         key = tuple((t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in tensors)
-        if key in self.accepted:
-            return
-        complaint = self.sizes.complaint(tensors, any_float=not self.dtype_reason)
+        complaint = "" if key in self.accepted else self.sizes.complaint(tensors, any_float=not self.dtype_reason)
+        complaint = complaint or self._other_value(tensors)
         if complaint:
             raise InputMismatch(
                 f"{self.report.model} was called with inputs its captured graph cannot take: {complaint}. Capture it "
                 "again with such an example (refold.trace), or use the original model."
             )
         self.accepted.add(key)
+
+    def _other_value(self, tensors: list[Any]) -> str:
+        """Inputs whose values are written into the graph must have them."""
+        for i, value in self.fixed.items():
+            if not torch.equal(tensors[i].to(value.device), value):
+                name = self.sizes.inputs[i].name
+                return f"{name} steers the model's code and was {_short_list(value)} at capture"
+        return ""
+
+
+def _short_list(value: torch.Tensor) -> str:
+    return str(value.tolist()) if value.numel() <= 32 else f"another tensor of shape {tuple(value.shape)}"
 
 
 def _collect(argument: Argument, value: Any, tensors: list[Any]) -> None:

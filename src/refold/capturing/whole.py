@@ -15,11 +15,12 @@ from refold.capturing.assembling import assemble
 from refold.capturing.baked import dtype_reason, mode_reason
 from refold.capturing.calling import Calling, bind
 from refold.capturing.casting import idle_casts
-from refold.capturing.checking import Trials, compare, run, try_sizes
+from refold.capturing.checking import Trials, all_equal, compare, run, try_sizes
 from refold.capturing.devices import unpin
 from refold.capturing.errors import CaptureError, CaptureMismatch
 from refold.capturing.explaining import Failure, explain, steered_by_values
-from refold.capturing.export import Exported, export, given_shapes, open_shapes
+from refold.capturing.export import Exported, export, given_shapes, open_shapes, without_dims
+from refold.capturing.known_values import Known, KnownValues
 from refold.capturing.module import RECORD, Captured, Original, Record
 from refold.capturing.raising import raise_modules
 from refold.capturing.report import CaptureReport
@@ -33,10 +34,11 @@ Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to export: its name, and what to put around the model while it runs."""
+    """A way to export: its name, what to put around the model while it runs, and whether values may be fixed."""
 
     name: str
     around: Around
+    fixes_values: bool = False
 
 
 PLAIN_EXPORT = Way("torch.export", lambda _model: nullcontext())
@@ -99,7 +101,8 @@ def _plans(work: _Work, dynamic: Any) -> Iterator[_Plan]:
         yield _Plan("fixed sizes", None, leaves, look_further=False)
     elif dynamic in ("auto", True):
         yield _Plan("all sizes open", open_shapes(leaves, "all"), leaves)
-        if any(leaf.dim() and leaf.shape[0] == 1 for leaf in leaves):  # some models take a batch of one for a constant
+        # some models take a batch of one for a constant
+        if not work.way.fixes_values and any(leaf.dim() and leaf.shape[0] == 1 for leaf in leaves):
             doubled = [torch.cat([leaf, leaf]) if leaf.dim() and leaf.shape[0] == 1 else leaf for leaf in leaves]
             yield _Plan("all sizes open, two rows", open_shapes(doubled, "all"), doubled)
         yield _Plan("batch size open", open_shapes(leaves, "batch"), leaves)
@@ -156,8 +159,7 @@ class _Work:
 
     def _capture(self, plan: _Plan) -> Captured:
         clock = _Clock()
-        with untouched(self.model), idle_casts(self.model), self.way.around(self.model):
-            exported = export(self.model, self.calling, plan.example, plan.shapes)
+        exported, values = self._export(plan)
         clock.lap("export")
         plain = unlift(exported, self.calling)
         raised = raise_modules(plain.graph, self.model)
@@ -166,7 +168,7 @@ class _Work:
         captured = assemble(plain.graph, self.model, plain.constants, twins)
         clock.lap("raise")
         rules = rules_of(exported, self.calling.leaf_names(), self.leaves).that_allow(self.leaves)
-        trials = prove(self.model, captured, self.calling, self.leaves, rules)
+        trials = prove(self.model, captured, self.calling, self.leaves, rules, few=bool(values and values.opened))
         clock.lap("verify")
         rules = rules.pinned(trials.proven)
         report = CaptureReport(
@@ -183,15 +185,39 @@ class _Work:
             devices_unpinned=unpinned,
             nodes=len(captured.graph.nodes),
             training=self.model.training,
-            notes=(*self._notes(exported), *trials.notes),
+            notes=(*self._notes(exported, values), *trials.notes),
             attempts=tuple(map(str, self.failures)),
             seconds=clock.laps,
         )
         attach_record(captured, self.model, self.calling, rules, report, plain.constants)
+        known = values.known if values is not None else {}
+        captured.meta[RECORD].fixed = {i: value for i, value in known.items() if isinstance(i, int)}
         return captured
 
-    def _notes(self, exported: Exported) -> list[str]:
+    def _export(self, plan: _Plan) -> tuple[Exported, KnownValues | None]:
+        """Export; where values may be fixed, begin with none and fix those that Python turns out to ask for."""
+        known: Known = {}
+        makes_indices = False
+        while True:
+            fixes = self.way.fixes_values
+            values = KnownValues(self.model, self.leaves, known, makes_indices) if fixes else None
+            try:
+                with untouched(self.model), idle_casts(self.model), self.way.around(self.model):
+                    shapes = without_dims(plan.shapes, known)
+                    return export(self.model, self.calling, plan.example, shapes, values), values
+            except Exception as error:
+                if values is None or not (values.needed or (steered_by_values(error) and not makes_indices)):
+                    raise
+                makes_indices = makes_indices or not values.needed
+                known |= {source: values.real[source].detach().clone() for source in values.needed}
+
+    def _notes(self, exported: Exported, values: KnownValues | None) -> list[str]:
         notes = [f"captured with {switch}, put back afterwards" for switch in self.changed]
+        if values is not None:
+            names = dict(enumerate(self.calling.leaf_names()))
+            fixed = [f"the buffer {s}" if isinstance(s, str) else names[s] for s in values.known]
+            notes += [f"{name} is fixed to its values at capture: they steer the model's code" for name in fixed]
+            notes += list(dict.fromkeys(values.opened))
         return notes + [f"left out of the result: {what}" for what in exported.left_out]
 
 
@@ -207,14 +233,26 @@ class _Clock:
 
 
 def prove(
-    model: nn.Module, captured: nn.Module, calling: Calling, leaves: Sequence[torch.Tensor], rules: SizeRules
+    model: nn.Module,
+    captured: nn.Module,
+    calling: Calling,
+    leaves: Sequence[torch.Tensor],
+    rules: SizeRules,
+    few: bool = False,
 ) -> Trials:
-    """Compare on the example (a difference throws the graph away), then on other sizes."""
+    """Compare on the example (a difference throws the graph away), then on other sizes.
+
+    ``few``: compare on an example of equal tokens first, where a selection among many finds only few.
+    """
     outcome = compare(model, captured, calling, leaves)
     if outcome.eager_failed:
         raise CaptureError(f"{type(model).__name__} does not run on the example inputs: {outcome.why}")
     if outcome.why:
         raise CaptureMismatch(f"the captured graph is not the model: {outcome.why}")
+    if few:
+        outcome = compare(model, captured, calling, [all_equal(leaf) for leaf in leaves])
+        if outcome.why and not outcome.eager_failed:
+            raise CaptureMismatch(f"the captured graph is not the model where all inputs are equal: {outcome.why}")
     return try_sizes(lambda resized: compare(model, captured, calling, resized), rules, leaves)
 
 
