@@ -440,3 +440,19 @@ def test_every_rewrite_verifies_on_its_own_examples(cls: type[Rewrite]):
         assert len(history(gm)) == 1
         verification = verify(gm, inputs)
         assert verification.sites and verification.right, verification
+
+
+def test_a_parameter_in_the_place_of_a_view_of_it_is_no_difference():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.randn(1, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.token.expand(1, -1), x])
+
+    x = torch.randn(1, 3)
+    gm = refold.trace(Model(), x, dynamic=False)
+    refold.RemoveNoOps()(gm)
+    assert len(history(gm)) == 1
+    assert verify(gm, x).right

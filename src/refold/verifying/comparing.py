@@ -70,7 +70,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def differ_in_kind(a: Any, b: Any) -> str:
     """A sentence if two results differ in anything but rounding."""
-    if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor) or type(a) is not type(b):
+    if _type(a) is not _type(b):
         return f"it gives {_kind(b)} instead of {_kind(a)}"
     if not isinstance(a, torch.Tensor):
         return f"it gives {b!r} instead of {a!r}" if _comparable(a) and a != b else ""
@@ -88,6 +88,11 @@ def differ_in_kind(a: Any, b: Any) -> str:
         return "NaN or infinities stand in other places"
     infinite = a.isinf()
     return "" if torch.equal(a[infinite], b[infinite]) else "infinities have the other sign"
+
+
+def _type(value: Any) -> type:
+    """A parameter is a tensor: which of both a value is says nothing about what it is worth."""
+    return torch.Tensor if type(value) is torch.nn.Parameter else type(value)
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
