@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.nn.modules.module import _IncompatibleKeys
 
 from refold.change import Change, join_path
 from refold.errors import RefoldError, WeightsChanged
@@ -24,6 +25,7 @@ from refold.fingerprint import fingerprint
 from refold.history import History, attach, check_graph_module, history
 from refold.hollow import hollow_original, named_tensors, tensor_places
 from refold.keeping import Husk
+from refold.outlines import outline_of
 from refold.redoing import redone_from
 from refold.weights import MapRecord, NoInverse, Tensors, remember
 
@@ -90,10 +92,15 @@ def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any], str
         return _as_refold_error(lambda: gm.load_state_dict(state_dict, strict=strict))
     if any(change.prints for change in past.changes):
         return _load_by_redoing(gm, past, state_dict, strict)
+    outline = outline_of(gm, past)
+    if outline is not None and outline.fits(state_dict):
+        plan = _plan(gm, past, outline.named, dict(state_dict))
+        _carry_out(plan, lambda: _renew(gm, past, plan))
+        return _IncompatibleKeys([], [])
     layout = _layout(gm)
     with layout.lock:
         outcome, given = layout.accept(state_dict, strict)
-    plan = _plan(gm, past, layout, given)
+    plan = _plan(gm, past, layout.named, given)
     _carry_out(plan, lambda: _renew(gm, past, plan))
     _load_extra_state(gm, layout, state_dict)
     return outcome
@@ -125,7 +132,8 @@ def _renew(gm: GraphModule, past: History, plan: _Plan) -> None:
     if all(a is b for a, b in zip(maps, [record for c in plan.changes for record in c.maps], strict=True)):
         return
     fresh = History(tuple(plan.changes), past.birth, past.expected)
-    _layouts[fresh] = _layouts[past]
+    if past in _layouts:
+        _layouts[fresh] = _layouts[past]
     attach(gm, fresh)
 
 
@@ -191,9 +199,9 @@ class _Plan:
 
 
 @torch.no_grad()
-def _plan(gm: GraphModule, past: History, layout: _Layout, given: Tensors) -> _Plan:
+def _plan(gm: GraphModule, past: History, named: Mapping[str, Any], given: Tensors) -> _Plan:
     current = named_tensors(gm)
-    plan = _Plan(_completed(gm, past, layout, given))
+    plan = _Plan(_completed(gm, past, named, given))
     consumed = _consumed_later(past)
     for index, change in enumerate(past.changes):
         maps = []
@@ -210,12 +218,12 @@ def _plan(gm: GraphModule, past: History, layout: _Layout, given: Tensors) -> _P
     return plan
 
 
-def _completed(gm: GraphModule, past: History, layout: _Layout, given: Tensors) -> Tensors:
+def _completed(gm: GraphModule, past: History, named: Mapping[str, Any], given: Tensors) -> Tensors:
     """The given tensors in the original's dtypes; where only some sources of a map are given (or some are never in a
     checkpoint), the others as they are now."""
     sources = {name for change in past.changes for record in change.maps for name in record.map.sources.values()}
-    missing = [name for name in layout.named if name in sources and name not in given]
-    state = {n: t.detach().to(layout.named[n].dtype) if n in sources else t.detach() for n, t in given.items()}
+    missing = [name for name in named if name in sources and name not in given]
+    state = {n: t.detach().to(named[n].dtype) if n in sources else t.detach() for n, t in given.items()}
     groups = [set(record.map.sources.values()) for change in past.changes for record in change.maps]
     needed = {name for name in missing for group in groups if name in group and group & given.keys()}
     if needed:

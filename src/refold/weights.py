@@ -7,6 +7,7 @@ it makes (targets, by role). A `MapRecord` is a map that was applied: it holds w
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,7 +180,7 @@ class MapRecord:
     def _hollow(self, current: Tensors) -> Tensors:
         """Tensors without memory: what a module on the meta device has."""
         specs = self.specs.items()
-        return {role: torch.empty(s.shape, dtype=self._dtype(role, current), device="meta") for role, s in specs}
+        return {role: torch.empty(s.shape, dtype=self.dtype_now(role, current), device="meta") for role, s in specs}
 
     def _narrowed(self, current: Tensors) -> Tensors | None:
         """The targets as this map made them, if that is what they are: the same bits, in the same dtype or in a wider
@@ -237,12 +238,12 @@ class MapRecord:
     def _kept_like(self, current: Tensors) -> Tensors:
         """The kept tensors, moved and cast as the targets were since."""
         device = next(iter(current.values())).device
-        return {role: value.to(device=device, dtype=self._dtype(role, current)) for role, value in self.kept.items()}
+        return {role: value.to(device=device, dtype=self.dtype_now(role, current)) for role, value in self.kept.items()}
 
     def _rounded(self, values: Tensors, current: Tensors) -> Tensors:
-        return {role: value.to(self._dtype(role, current)) for role, value in values.items()}
+        return {role: value.to(self.dtype_now(role, current)) for role, value in values.items()}
 
-    def _dtype(self, role: str, current: Tensors) -> torch.dtype:
+    def dtype_now(self, role: str, current: Mapping[str, Any]) -> torch.dtype:
         """The source's dtype, unless the targets that shared it were cast since: then what they are now."""
         own = self.specs[role].dtype
         for target, dtype in self.target_dtypes.items():

@@ -22,6 +22,7 @@ from refold.checkpoints import (
 )
 from refold.errors import WeightsChanged
 from refold.fingerprint import same_bits
+from refold.outlines import Kind, outline_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from saving_models import everything, mixed
@@ -374,3 +375,42 @@ def test_an_averaged_model_can_be_undone_itself() -> None:
     assert ema.module.code == plain.code
     for name, tensor in plain.state_dict().items():
         assert same_bits(ema.module.state_dict()[name], tensor), name
+
+
+# --- without building anything ---------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_fits_needs_no_module_of_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, plain = pair()
+    monkeypatch.setattr("refold.checkpoints.hollow_original", lambda gm: pytest.fail("a module was built"))
+    assert load_original_state_dict(gm, checkpoint()) == plain.load_state_dict(checkpoint())
+    monkeypatch.undo()
+    assert_holds(gm, checkpoint())
+
+
+def test_the_outline_is_what_the_original_was() -> None:
+    gm, plain = pair()
+    outline = outline_of(gm, refold.history(gm))
+    assert outline is not None and outline.fits(plain.state_dict())
+    tensors = dict((*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)))
+    assert outline.named == {name: Kind(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    for wrong in ({"q.weight": torch.ones(5, 8)}, {"q.weight": None}, {"more": torch.ones(1)}):
+        assert not outline.fits(plain.state_dict() | wrong)
+    missing = plain.state_dict()
+    del missing["q.weight"]
+    assert not outline.fits(missing)
+
+
+def test_modules_that_load_in_their_own_way_have_no_outline() -> None:
+    gm, plain = pair()
+    for module in (gm, plain):  # what a hook does to a checkpoint is done
+        module.get_submodule("o").register_load_state_dict_pre_hook(_halve_bias)
+    assert outline_of(gm, refold.history(gm)) is None
+    load_original_state_dict(gm, checkpoint())
+    plain.load_state_dict(checkpoint())
+    assert_holds(gm, plain.state_dict())
+    assert torch.equal(original_state_dict(gm)["o.bias"], checkpoint()["o.bias"] / 2)
+
+
+def _halve_bias(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    state_dict[prefix + "bias"] = state_dict[prefix + "bias"] / 2
