@@ -314,6 +314,14 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def versions_of(tensors: list[torch.Tensor]) -> list[int | None]:
+    """The in-place counters of many tensors; it is asked at every call of an optimized model, so it is quick."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
+
+
 def tracer_class(gm: GraphModule) -> Any:
     """The class of the tracer that made a module's graph; pickling uses it again."""
     return gm.graph._tracer_cls or getattr(gm, "_tracer_cls", None)

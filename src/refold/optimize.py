@@ -24,7 +24,7 @@ from refold.optimizing.optimized import OptimizedModule, Variant
 from refold.optimizing.pipeline import chosen_pipeline
 from refold.optimizing.progress import Progress, shown
 from refold.optimizing.reporting import build_report
-from refold.optimizing.steps import Step, take_steps
+from refold.optimizing.steps import Step, take_back, take_steps
 from refold.report.data import GraphData
 from refold.report.graph import graph_data
 from refold.transformation import Transformation
@@ -101,6 +101,7 @@ def _build(
         model,
         model if gm is None else gm,
         inputs,
+        untouched=original if any(step.status == "kept" for step in steps) else None,
         backend=backend,
         device=device_of_call(model, inputs),
         reference=reference,
@@ -108,6 +109,9 @@ def _build(
         budget=budget,
         tell=_part(tell, 0.55, 1.0),
     )
+    if gm is not None and choice.rewrites_hinder:
+        steps = take_back(gm, steps, f"{choice.name} runs the model faster without the rewrites.")
+        exactness = _exactness(gm, args, kwargs, steps, reference)
     changes = [] if gm is None else _changes_by_step(gm, steps)
     report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
     return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, choice.follows_weights, report)

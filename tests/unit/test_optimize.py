@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 import refold
 from refold.errors import RefoldError
+from refold.executors import Plain, builtin
+from refold.history import history
 from refold.optimize import optimize
 from refold.transformation import ReversibleTransformation
 
@@ -238,3 +244,33 @@ def test_progress_is_told():
     )
     assert [done for _, done in told] == sorted(done for _, done in told)
     assert any("MergeLinears" in what for what, _ in told)
+
+
+class DislikesRewrites(Plain):
+    """Runs a module as it is, but takes its time over one that was rewritten."""
+
+    name = "dislikes-rewrites"
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        rewritten = isinstance(module, GraphModule) and len(history(module)) > 0
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if rewritten:
+                time.sleep(0.002)
+            return module(*args, **kwargs)
+
+        return run
+
+
+def test_rewrites_that_the_chosen_executor_runs_slower_are_taken_back(monkeypatch):
+    monkeypatch.setattr(builtin, "BUILT_IN", (*builtin.BUILT_IN, DislikesRewrites()))
+    model, x = make_model(), torch.randn(2, 5, 16)
+    fast = optimize(model, (x,), backend="dislikes-rewrites", progress=False)
+    cards = {card.name: card for card in fast.report.steps}
+    assert cards["MergeLinears"].status == "taken back" and "without the rewrites" in cards["MergeLinears"].note
+    assert len(history(fast.graph_module)) == 0
+    assert all(step.status != "kept" for step in fast.report.steps)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(fast(x).values(), model(x).values(), strict=True))
+    plain = {card.name: card for card in optimize(model, (x,), backend="plain", progress=False).report.steps}
+    assert plain["MergeLinears"].status == "kept"

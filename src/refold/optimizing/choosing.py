@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,16 @@ import torch
 from torch import nn
 
 from refold.errors import RefoldError
-from refold.executors import Executor, executor_named, executors, unavailable
-from refold.measure import Comparison, measure_many
+from refold.executors import Executor, Plain, executor_named, executors, unavailable
+from refold.measure import Comparison, Measurement, measure_many
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, split
 from refold.verify import OutputReference
 
 ORIGINAL = "original"
 _MEASURE_SECONDS = 10.0
+_FROZEN = "compile-freezing"
+_REWRITTEN = "rewritten"
 
 
 @dataclass
@@ -30,6 +32,13 @@ class Choice:
     comparison: Comparison | None = None
     left_out: dict[str, str] = field(default_factory=dict)
     grades: dict[str, str] = field(default_factory=dict)
+    rewriting: Measurement | None = None
+    """The chosen executor without the rewrites, against itself with them."""
+
+    @property
+    def rewrites_hinder(self) -> bool:
+        """Whether the chosen executor runs the model faster without the rewrites: then that is what `run` does."""
+        return self.rewriting is not None and self.rewriting.slower
 
 
 def choose(
@@ -37,6 +46,7 @@ def choose(
     module: nn.Module,
     inputs: Inputs,
     *,
+    untouched: nn.Module | None,
     backend: str,
     device: torch.device,
     reference: OutputReference,
@@ -44,7 +54,8 @@ def choose(
     budget: Budget,
     tell: Callable[[str, float], None],
 ) -> Choice:
-    """Prepare, check and time the executors; the fastest correct one wins."""
+    """Prepare, check and time the executors; the fastest correct one wins. Rewrites are measured as plain graphs, and
+    an engine with rewrites of its own may do better without: the winner is tried on the `untouched` graph as well."""
     wanted = executors(device) if backend == "auto" else {backend: _available(backend, device)}
     left_out = unavailable(device) if backend == "auto" else {}
     ready, grades = _prepare(wanted, module, inputs, reference, level, budget, tell, left_out)
@@ -57,15 +68,53 @@ def choose(
     left_out |= comparison.failed
     name = comparison.best if backend == "auto" else backend
     follows = name == ORIGINAL or wanted[name].follows_weights
-    return Choice(name, contenders[name], follows, comparison, left_out, grades)
+    choice = Choice(name, contenders[name], follows, comparison, left_out, grades)
+    if untouched is not None and name not in (ORIGINAL, Plain.name):
+        tell(f"timing {name} without the rewrites", 0.95)
+        _try_without_rewrites(choice, wanted[name], original, untouched, inputs, reference, level, budget)
+    return choice
 
 
-def _why_not_now(name: str, level: str, budget: Budget) -> str | None:
+def _try_without_rewrites(
+    choice: Choice,
+    executor: Executor,
+    original: nn.Module,
+    untouched: nn.Module,
+    inputs: Inputs,
+    reference: OutputReference,
+    level: str,
+    budget: Budget,
+) -> None:
+    name = choice.name
+    ready, grades = _prepare({name: executor}, untouched, inputs, reference, level, budget, _silent, {})
+    if name not in ready or budget.left <= 0:
+        return
+    contenders: dict[str, Callable[..., Any]] = {ORIGINAL: original, name: ready[name], _REWRITTEN: choice.run}
+    seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
+    again = measure_many(contenders, inputs, time_budget=seconds, baseline=ORIGINAL, keep=contenders, memory=False)
+    if again.failed:
+        return
+    choice.rewriting = again.between(name, _REWRITTEN)
+    if choice.rewrites_hinder:
+        choice.run, choice.grades = ready[name], choice.grades | grades
+        assert choice.comparison is not None
+        choice.comparison.timings.update({each: again.timings[each] for each in (ORIGINAL, name)})
+
+
+def _silent(what: str, done: float) -> None:
+    return None
+
+
+def _why_not_now(name: str, ready: Collection[str], level: str, budget: Budget) -> str | None:
     """Why there is no time for an executor. Autotuning takes minutes, and gains little once graphs are replayed."""
     if budget.left <= 0:
         return "the time budget was spent"
-    if "autotune" in name and level != "max":
+    if level == "max":
+        return None
+    if "autotune" in name:
         return "autotuning takes minutes; level='max' tries it"
+    if name == "compile" and _FROZEN in ready:
+        return f"{_FROZEN} is the same with the weights as constants; level='max' tries both"
     return None
 
 
@@ -92,7 +141,7 @@ def _prepare(
     grades: dict[str, str] = {}
     for i, (name, executor) in enumerate(wanted.items()):
         tell(f"preparing {name}", 0.9 * i / len(wanted))
-        reason = _why_not_now(name, level, budget)
+        reason = _why_not_now(name, ready, level, budget)
         if ready and reason is not None:
             left_out[name] = reason
             continue

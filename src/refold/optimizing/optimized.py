@@ -104,7 +104,7 @@ class OptimizedModule(nn.Module):
             self.notes.append(note)
 
     def _current_versions(self) -> list[int | None]:
-        return [fx_private.version_of(tensor) for tensor in self._watched]
+        return fx_private.versions_of(self.__dict__["_watched"])
 
     # --- what it tells and gives back ------------------------------------------------------------------------------
 

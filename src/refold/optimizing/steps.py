@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ def take_steps(
         tell(f"trying {type(transformation).__name__}", i / max(1, len(pipeline)))
         steps.append(_take(gm, transformation, inputs, level=level, budget=budget))
     return steps
+
+
+def take_back(gm: GraphModule, steps: list[Step], why: str) -> list[Step]:
+    """Undo every step that was kept."""
+    undo(gm, None)
+    return [replace(step, status="taken back", note=why) if step.status == "kept" else step for step in steps]
 
 
 def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, level: str, budget: Budget) -> Step:
