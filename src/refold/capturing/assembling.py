@@ -20,8 +20,9 @@ def assemble(
     called = {str(n.target) for n in graph.nodes if n.op == "call_module"}
     read = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
     captured = empty_captured(type(model).__name__)
-    _add_modules(captured, model, called, read, twins)
-    _add_tensors(captured, model, read)
+    named = read | _second_names(model, called, read)
+    _add_modules(captured, model, called, named, twins)
+    _add_tensors(captured, model, named)
     for target in sorted(read & constants.keys()):
         _add_constant(captured, target, constants[target])
     captured.training = model.training
@@ -52,6 +53,14 @@ def _add_modules(
             parent.add_module(name, twins.get(path, module))
         elif path in containers:
             _parent(captured, f"{path}.")
+
+
+def _second_names(model: nn.Module, called: set[str], read: set[str]) -> set[str]:
+    """Other names of parameters that the graph reads: the model's checkpoints hold them too."""
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    there = {name for name in tensors if name in read or not called.isdisjoint(_prefixes(name))}
+    kept = {id(tensors[name]) for name in there}
+    return {name for name, parameter in tensors.items() if name not in there and id(parameter) in kept}
 
 
 def _prefixes(path: str) -> list[str]:
