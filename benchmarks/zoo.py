@@ -193,11 +193,14 @@ def steps_of(name: str, build: Build, tell: Callable[[dict[str, Any]], None]) ->
 def _capture(model: nn.Module, inputs: dict[str, torch.Tensor], result: dict[str, Any]) -> nn.Module | None:
     started = time.perf_counter()
     try:
-        captured = trace(model, **inputs)
+        captured = trace(model, on_failure="partial", **inputs)
     except Exception as error:
-        result |= {"captured": "no", "why": str(error)[:700]}
-        if not os.environ.get("ZOO_NO_PARTIAL"):
-            _partial(model, inputs, result)
+        result |= {"captured": "no", "partial": "no", "why": str(error)[:700]}
+        return None
+    if capture_report(captured).parts:
+        report = capture_report(captured)
+        result |= {"captured": "no", "why": report.attempts[0][:700]}
+        result |= {"partial": "yes", "parts": list(report.parts)[:8], "share": report.share}
         return None
     report = capture_report(captured)
     refused = [str(r) for r in report.refused if r.type in MUST]
@@ -233,16 +236,6 @@ def _other_batch(report: Any) -> str:
     if any(0 in dims for dims in report.dynamic.values()):
         return "yes"
     return "no"
-
-
-def _partial(model: nn.Module, inputs: dict[str, torch.Tensor], result: dict[str, Any]) -> None:
-    try:
-        stitched = trace(model, on_failure="partial", **inputs)
-    except Exception as error:
-        result |= {"partial": "no", "why partial": str(error)[:300]}
-        return
-    report = capture_report(stitched)
-    result |= {"partial": "yes", "parts": list(report.parts)[:8], "share": report.share}
 
 
 def _rewrite(captured: fx.GraphModule, inputs: dict[str, torch.Tensor], result: dict[str, Any]) -> None:

@@ -173,7 +173,10 @@ def _repair(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
     patterns = {
         name: _kinds(vars(config).get(name)) for name in ("layer_types", "mlp_layer_types", "layers_block_type")
     }
-    settings["num_hidden_layers"] = max(settings["num_hidden_layers"], *map(len, patterns.values()))
+    settings["num_hidden_layers"] = layers = max(settings["num_hidden_layers"], *map(len, patterns.values()))
+    for name, value in vars(config).items():  # one entry for each layer of the default
+        if isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers > layers:
+            settings[name] = list(settings.get(name, value))[:layers]
     for name, kinds in patterns.items():
         if (
             kinds and len(vars(config)[name]) >= settings["num_hidden_layers"]

@@ -47,9 +47,10 @@ def packed_images(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     patch = dummies.setting("patch_size", default=14)
     width = channels * dummies.setting("temporal_patch_size", default=1) * patch * patch
     grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
+    rest = {"grid_thw": grid} | ({"merge_sizes": torch.tensor([2, 2])} if "merge_sizes" in parameters else {})
     main = next(iter(parameters))
-    yield {main: dummies.floats(32, width), "grid_thw": grid}
-    yield {main: dummies.floats(32, channels, patch, patch), "grid_thw": grid}
+    yield {main: dummies.floats(32, width), **rest}
+    yield {main: dummies.floats(32, channels, patch, patch), **rest}
 
 
 def _mrope(sections: tuple[int, int, int] = (2, 1, 1), **more: Any) -> dict[str, Any]:
@@ -102,6 +103,12 @@ RECIPES: dict[str, Recipe] = {
     "dinat": Recipe(not_here="needs the package natten"),
     "bark": Recipe(not_here="a container whose forward is not implemented"),
     "evolla": Recipe(not_here="AutoModel does not know its configuration"),
+    "layoutlmv2": Recipe(not_here="needs the package detectron2"),
+    "inkling_mm_model": Recipe(not_here="needs the package scipy"),
+    "pe_audio_video_encoder": Recipe(not_here="its vision tower is one of timm"),
+    "glm_image_vqmodel": Recipe(not_here="a part whose forward is not implemented"),
+    "musicgen_melody": Recipe(not_here="its class takes the decoder's configuration, not the one AutoModel gives it"),
+    "voxtral_realtime_text": Recipe(not_here="transformers does not export its class"),
     "autoformer": series(label_length=4),
     "informer": series(),
     "time_series_transformer": series(),
@@ -162,6 +169,27 @@ RECIPES: dict[str, Recipe] = {
     "qwen2_5_omni_thinker": Recipe(
         {"text_config.rope_parameters": _mrope(), "vision_start_token_id": 7, "vision_end_token_id": 8}, _TEXT
     ),
+    "glm4v_moe": Recipe({"text_config.rope_parameters": _mrope(), "text_config.head_dim": 16}, _TEXT),
+    "glmga": Recipe({"text_config.rope_parameters": _mrope()}, _TEXT),
+    "paligemma": Recipe({}, {**_TEXT, "token_type_ids": None}),  # without them eager and traced masks differ
+    "laguna": Recipe({"num_attention_heads_per_layer": [4, 4], "num_attention_heads": 4, "head_dim": 8}),
+    "helium": Recipe({"head_dim": 8}),
+    "hunyuan_vl": Recipe({"text_config.head_dim": 8, "text_config.rope_parameters": _mrope()}, _TEXT),
+    "zamba2": Recipe({"num_mem_blocks": 1, "hybrid_layer_ids": [0, 1], "attention_hidden_size": 64}),
+    "emu3": Recipe({"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6, "<|visual token 000000|>": 7}}, _TEXT),
+    "kosmos-2": Recipe(
+        {"latent_query_num": 4},
+        {
+            "pixel_values": None,
+            "input_ids": None,
+            "image_embeds_position_mask": lambda d: torch.tensor([0, 1, 1, 1, 1, 0, 0, 0]).expand(d.batch, 8).clone(),
+        },
+    ),
+    "lxmert": Recipe({}, {**_TEXT, "visual_feats": None, "visual_pos": None}),
+    "mimi_decoder": Recipe({"upsample_groups": 32}),
+    "csm": Recipe({"codec_config.upsample_groups": 32}),
+    "speecht5": Recipe({}, {"input_values": floats(8, 32), "decoder_input_values": floats(8, 32)}),
+    "pe_audio_encoder": Recipe({}, {"input_values": floats(1, 4000)}),
     "granite_speech5_encoder": Recipe({}, {"input_features": floats(40, 320)}),
     "audioflamingo3_encoder": Recipe({}, {"input_features": None, "input_features_mask": ones(1024)}),
     "pp_ocrv5_mobile_rec": Recipe({}, {"pixel_values": floats(3, 48, 160)}),
@@ -211,6 +239,7 @@ RECIPES: dict[str, Recipe] = {
             "vision_config.global_attn_indexes": [0],
             "vision_config.mlp_dim": 64,
             "prompt_encoder_config.image_size": 64,
+            "prompt_encoder_config.image_embedding_size": 4,
             "prompt_encoder_config.hidden_size": 32,
             "mask_decoder_config.hidden_size": 32,
             "mask_decoder_config.mlp_dim": 32,
@@ -234,4 +263,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "pixtral": Recipe({"image_size": 64}, {"pixel_values": floats(3, 64, 64)}),
 }
-RECIPES["sam_hq"] = RECIPES["sam"]
+RECIPES["sam_hq"] = Recipe(
+    {**RECIPES["sam"].settings, "mask_decoder_config.vit_dim": 32, "vision_config.hidden_size": 32},
+    RECIPES["sam"].inputs,
+)

@@ -128,9 +128,9 @@ class Strided(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         missing = self.width - self.stride
-        if x.shape[-1] % self.stride != 0:
+        if x.shape[-1] % int(self.stride) != 0:
             missing = missing + 1
-        return self.conv(nn.functional.pad(x, (int(missing), 0)))
+        return self.conv(nn.functional.pad(x, (missing, self.width - self.width)))
 
 
 def test_a_buffer_that_steers_is_fixed() -> None:
@@ -143,6 +143,35 @@ def test_a_buffer_that_steers_is_fixed() -> None:
     assert "_refold_from" not in vars(model.stride)
     with torch.no_grad():
         assert torch.equal(captured(seeded(5, 1, 9)), reference(seeded(5, 1, 9)))
+
+
+class CountsCalls(nn.Module):
+    """Its count decides what it does and is written to: a graph would count once and for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.linear(x) if self.calls.item() < 3 else x
+
+
+def test_a_buffer_that_is_written_to_is_not_fixed() -> None:
+    model = CountsCalls().eval()
+    with pytest.raises(CaptureError, match="steers Python"):
+        trace(model, seeded(2, 4))
+    assert model.calls == 0
+
+
+def test_the_same_tensor_is_compared_once_and_again_after_a_write() -> None:
+    grid = torch.tensor(GRID)
+    captured = trace(Windows().eval(), seeded(10, 4), grid)
+    captured(seeded(10, 4), grid)
+    grid[0] = torch.tensor([2, 3])
+    with pytest.raises(InputMismatch, match="grid steers"):
+        captured(seeded(10, 4), grid)
 
 
 class ReadsTheText(nn.Module):

@@ -32,6 +32,8 @@ _ASKS = {_T.tolist, _T.item, _T.__bool__, _T.__int__, _T.__float__, _T.__index__
 _ASKS_FOR_SIZES = {torch.repeat_interleave: 1, _T.repeat_interleave: 1, torch.arange: 0, torch.linspace: 0}
 _LOOKUPS = {nn.functional.embedding, torch.embedding}
 _SELECTS = {torch.nonzero, _T.nonzero, torch.argwhere, _T.argwhere}
+_TAKES_NUMBERS = {nn.functional.pad, nn.functional.interpolate}
+_WRITERS = {"__setitem__", *(f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or"))}
 _MAKERS = {torch.arange, torch.zeros, torch.ones, torch.full, torch.empty}
 
 
@@ -55,13 +57,14 @@ class KnownValues(TorchFunctionMode):
         self.needed: set[Source] = set()
         self.opened: list[str] = []
         self.sizes: dict[Source, str] = {}
+        self.inputs: Known = {}
 
     @contextmanager
     def watching(self, leaves: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """The inputs to go on with: known ones as real tensors, the others marked by where they come from."""
         with _disable_current_modes():
-            real = {i: value.clone() for i, value in self.known.items()}
-        marked = [_mark(real.get(i, leaf), frozenset({i}), i in real) for i, leaf in enumerate(leaves)]
+            self.inputs = {i: value.clone() for i, value in self.known.items() if isinstance(i, int)}
+        marked = [_mark(self.inputs.get(i, leaf), {i}, i in self.inputs) for i, leaf in enumerate(leaves)]
         self.sizes = {i: str(leaf.numel()) for i, leaf in enumerate(leaves)}
         for name, buffer in self.model.named_buffers():  # while a graph is recorded these are stand-ins
             if name in self.fixable:
@@ -73,10 +76,14 @@ class KnownValues(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         args, kwargs = self._with_known_buffers(args), self._with_known_buffers(dict(kwargs or {}))
+        if func in _TAKES_NUMBERS:  # torch itself would read tensors among them, unseen by this mode
+            args = [self._as_numbers(a) if isinstance(a, (tuple, list, slice)) else a for a in args]
         tensors = list(_tensors_in((args, kwargs)))
         sources = frozenset[Source]().union(*(vars(t).get(_FROM, ()) for t in tensors))
         if func in _LOOKUPS:
             self._refuse_lookup(tensors)
+        if _writes(func) and tensors and _KNOWN in vars(tensors[0]):
+            self._refuse_write(tensors)
         if self._computable(func, tensors, args, kwargs):
             with _disable_current_modes():
                 return _mark(func(*args, **kwargs), sources, known=True)
@@ -115,6 +122,17 @@ class KnownValues(TorchFunctionMode):
             self.needed |= unknown
             raise NeedsValue(f"the values of {sorted(map(str, unknown))} steer Python")
 
+    def _as_numbers(self, value: Any) -> Any:
+        """The numbers of a padding or a slice, where tensors stand for them."""
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and _is_description(value):
+            self._ask(vars(value).get(_FROM, frozenset()))
+            return int(value) if _KNOWN in vars(value) else value
+        if type(value) in (tuple, list):
+            return type(value)(map(self._as_numbers, value))
+        if isinstance(value, slice):
+            return slice(*map(self._as_numbers, (value.start, value.stop, value.step)))
+        return value
+
     def _refuse_lookup(self, tensors: list[torch.Tensor]) -> None:
         """What is looked up in a table as it is, is data: a graph for one text only would be of no use."""
         for tensor in tensors:
@@ -122,6 +140,13 @@ class KnownValues(TorchFunctionMode):
             self.fixable -= data
             if data & self.known.keys():
                 raise NeedsValue("an input that steers Python is looked up in a table too: it is data")
+
+    def _refuse_write(self, tensors: list[torch.Tensor]) -> None:
+        """A known tensor may be written to while it is the model's own and of no meaning to anybody else."""
+        source = next(iter(vars(tensors[0]).get(_FROM, ())), None)
+        is_source = any(tensors[0] is value for value in (*self.known.values(), *self.inputs.values()))
+        if is_source or not all(_KNOWN in vars(t) for t in tensors):
+            raise NeedsValue(f"a tensor whose value steers Python is written to ({source})")
 
     def _all_of(self, hit: torch.Tensor) -> list[torch.Tensor]:
         count = vars(hit)[_OF]
@@ -139,6 +164,11 @@ class KnownValues(TorchFunctionMode):
         if func in _SELECTS and args[0].dim() == 1 and isinstance(args[0].shape[0], int):
             setattr(result, _OF, args[0].shape[0])
         return result
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _WRITERS or (name.endswith("_") and not name.startswith("__"))
 
 
 def _is_description(tensor: torch.Tensor) -> bool:

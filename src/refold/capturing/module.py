@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from refold.capturing.calling import REQUIRED, Argument, Calling
 from refold.capturing.errors import BakedIn, CaptureError, InputMismatch
+from refold.capturing.fixed_values import FixedValues
 from refold.capturing.report import CaptureReport
 from refold.capturing.sizes import SizeRules
 from refold.capturing.storing import StoredNode, load_graph, store_graph
@@ -43,7 +44,7 @@ class Record:
     unread: dict[str, torch.Tensor]
     dtype_reason: str
     mode_reason: str
-    fixed: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    fixed: FixedValues = dataclasses.field(default_factory=FixedValues)
     accepted: set[Any] = dataclasses.field(default_factory=set)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -59,25 +60,13 @@ class Record:
             _collect(argument, value, tensors)
         key = tuple((t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in tensors)
         complaint = "" if key in self.accepted else self.sizes.complaint(tensors, any_float=not self.dtype_reason)
-        complaint = complaint or self._other_value(tensors)
+        complaint = complaint or self.fixed.complaint(tensors, [rule.name for rule in self.sizes.inputs])
         if complaint:
             raise InputMismatch(
                 f"{self.report.model} was called with inputs its captured graph cannot take: {complaint}. Capture it "
                 "again with such an example (refold.trace), or use the original model."
             )
         self.accepted.add(key)
-
-    def _other_value(self, tensors: list[Any]) -> str:
-        """Inputs whose values are written into the graph must have them."""
-        for i, value in self.fixed.items():
-            if not torch.equal(tensors[i].to(value.device), value):
-                name = self.sizes.inputs[i].name
-                return f"{name} steers the model's code and was {_short_list(value)} at capture"
-        return ""
-
-
-def _short_list(value: torch.Tensor) -> str:
-    return str(value.tolist()) if value.numel() <= 32 else f"another tensor of shape {tuple(value.shape)}"
 
 
 def _collect(argument: Argument, value: Any, tensors: list[Any]) -> None:

@@ -20,6 +20,7 @@ from refold.capturing.devices import unpin
 from refold.capturing.errors import CaptureError, CaptureMismatch
 from refold.capturing.explaining import Failure, explain, steered_by_values
 from refold.capturing.export import Exported, export, given_shapes, open_shapes, without_dims
+from refold.capturing.fixed_values import FixedValues
 from refold.capturing.known_values import Known, KnownValues
 from refold.capturing.module import RECORD, Captured, Original, Record
 from refold.capturing.raising import raise_modules
@@ -142,7 +143,8 @@ class _Work:
         except Exception as error:  # whatever a tracer or the model's code raises is a reason to try the next plan
             self.cause = self.cause or error
             self.failures.append(explain(f"{self.way.name}, {plan.name}", error))
-            self.hopeless = steered_by_values(error)
+            # values computed from an open size are known once that size is fixed
+            self.hopeless = steered_by_values(error) and not self.way.fixes_values
             return None
 
     def is_final(self, captured: Captured) -> bool:
@@ -191,7 +193,7 @@ class _Work:
         )
         attach_record(captured, self.model, self.calling, rules, report, plain.constants)
         known = values.known if values is not None else {}
-        captured.meta[RECORD].fixed = {i: value for i, value in known.items() if isinstance(i, int)}
+        captured.meta[RECORD].fixed = FixedValues({i: value for i, value in known.items() if isinstance(i, int)})
         return captured
 
     def _export(self, plan: _Plan) -> tuple[Exported, KnownValues | None]:
