@@ -19,6 +19,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.modules.module import _IncompatibleKeys
 
+from refold.capturing.module import RECORD
 from refold.change import Change, join_path
 from refold.errors import RefoldError, WeightsChanged
 from refold.fingerprint import fingerprint
@@ -36,7 +37,15 @@ class CheckpointMismatch(RefoldError, RuntimeError):
 
 def original_state_dict(gm: GraphModule) -> dict[str, Any]:
     """The state dict of the original, from the folded module: its names, order and values. Weights that were changed
-    while folded are carried back as `undo` does; what no rewrite touched is shared with the module, as in torch."""
+    while folded are carried back as `undo` does; what no rewrite touched is shared with the module, as in torch.
+    Parameters that a captured graph never reads (`refold.unread_parameters`) come last."""
+    found = _own_state_dict(gm)
+    for name, tensor in _unread(gm).items():
+        found.setdefault(name, tensor.detach())
+    return found
+
+
+def _own_state_dict(gm: GraphModule) -> dict[str, Any]:
     if not history(check_graph_module(gm)):
         return gm.state_dict()
     values = to_original(gm, named_tensors(gm))
@@ -87,9 +96,18 @@ def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any], str
     gives the loaded checkpoint back bit for bit. Beside the checkpoint, memory holds the folded layers once more. Where
     a rewrite made tensors without a weight map, all rewrites are done again on a copy that has the checkpoint.
     """
-    past = history(check_graph_module(gm))
-    if not past:
-        return _as_refold_error(lambda: gm.load_state_dict(state_dict, strict=strict))
+    unread = _unread(check_graph_module(gm))
+    asides = {name: state_dict[name] for name in unread if name in state_dict}
+    if not asides:
+        return _load_own(gm, state_dict, strict)
+    _check_asides(unread, asides, strict)
+    outcome = _load_own(gm, _without(state_dict, asides), strict)
+    _carry_out(_Plan({}, [(unread[name], value) for name, value in asides.items()]), lambda: None)
+    return outcome
+
+
+def _load_own(gm: GraphModule, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    past = history(gm)
     if any(change.prints for change in past.changes):
         return _load_by_redoing(gm, past, state_dict, strict)
     outline = outline_of(gm, past)
@@ -104,6 +122,33 @@ def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any], str
     _carry_out(plan, lambda: _renew(gm, past, plan))
     _load_extra_state(gm, layout, state_dict)
     return outcome
+
+
+def _unread(gm: GraphModule) -> Tensors:
+    """Parameters of the captured model that its graph never reads: checkpoints of the model hold them."""
+    record = gm.meta.get(RECORD)
+    own = named_tensors(gm) if record is not None and record.unread else {}
+    return {name: t for name, t in record.unread.items() if name not in own} if record is not None else {}
+
+
+def _check_asides(unread: Tensors, asides: Mapping[str, Any], strict: bool) -> None:
+    """Say what torch would say about them, if the module had them."""
+    told = [f'Missing key(s) in state_dict: "{name}".' for name in unread if strict and name not in asides]
+    for name, value in asides.items():
+        if not isinstance(value, torch.Tensor) or value.shape != unread[name].shape:
+            shapes = (
+                f"{getattr(value, 'shape', None)} from checkpoint, the shape in current model is {unread[name].shape}"
+            )
+            told.append(f"size mismatch for {name}: copying a param with shape {shapes}.")
+    if told:
+        lines = "\n\t".join(["Error(s) in loading state_dict for what the captured graph never reads:", *told])
+        raise CheckpointMismatch(f"{lines}\nNothing was loaded.")
+
+
+def _without(state_dict: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    rest: OrderedDict[str, Any] = OrderedDict((k, v) for k, v in state_dict.items() if k not in set(names))
+    rest._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
+    return rest
 
 
 def _load_by_redoing(gm: GraphModule, past: History, state_dict: Mapping[str, Any], strict: bool) -> Any:

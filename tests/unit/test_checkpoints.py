@@ -23,6 +23,7 @@ from refold.checkpoints import (
 from refold.errors import WeightsChanged
 from refold.fingerprint import same_bits
 from refold.outlines import Kind, outline_of
+from refold.testing.equivalence import deviations
 
 sys.path.insert(0, str(Path(__file__).parent))
 from saving_models import everything, mixed
@@ -414,3 +415,49 @@ def test_modules_that_load_in_their_own_way_have_no_outline() -> None:
 
 def _halve_bias(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     state_dict[prefix + "bias"] = state_dict[prefix + "bias"] / 2
+
+
+# --- checkpoints of the model that was captured -----------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A tie of which the graph reads one name, and a parameter that it never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.right.weight = self.shared.weight
+        self.mask = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) * 2 + self.right(x) / 3
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_checkpoint_of_the_eager_model_goes_in_and_comes_out_whole(fold: bool) -> None:
+    model, other = Tied(), Tied()
+    gm = refold.trace(copy.deepcopy(model), torch.randn(2, 4))
+    if fold:
+        refold.ChangeTrueDivToMulByInverse()(gm)
+        refold.MergeLinears()(gm)
+    assert model.load_state_dict(original_state_dict(gm)).missing_keys == []
+    load_original_state_dict(gm, other.state_dict())
+    found = original_state_dict(gm)
+    assert found.keys() == other.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in other.state_dict().items())
+    x = torch.randn(2, 4, dtype=torch.float64)
+    assert not list(deviations(refold.trace(other.double(), x), gm.double(), (x,)))
+
+
+def test_a_wrong_checkpoint_of_the_eager_model_loads_nothing() -> None:
+    gm = refold.trace(Tied(), torch.randn(2, 4))
+    before = {name: tensor.clone() for name, tensor in original_state_dict(gm).items()}
+    assert "mask" in before
+    for wrong, told in (
+        ({"mask": torch.ones(4)}, "size mismatch for mask"),
+        ({"left.bias": torch.ones(3)}, "left.bias"),
+    ):
+        with pytest.raises(CheckpointMismatch, match=told):
+            load_original_state_dict(gm, Tied().state_dict() | wrong)
+    assert_holds(gm, before)
+    load_original_state_dict(gm, gm.state_dict())  # what the captured module itself gives is enough
