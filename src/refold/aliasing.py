@@ -54,15 +54,19 @@ def written_by(gm: GraphModule, node: Node) -> list[Node]:
         return []
     if isinstance(node.target, torch._ops.OpOverload):
         return _written_by_schema(node)
-    if node.target in _INPLACE_OPERATORS:
-        return first
-    if node.kwargs.get("inplace") is True or _is_inplace_name(getattr(node.target, "__name__", "")):
+    if node.kwargs.get("inplace") is True or _is_inplace_function(node.target):
         return first or node.all_input_nodes
     return _out(node)
 
 
 def _is_inplace_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def _is_inplace_function(function: Any) -> bool:
+    """By its name; but in Python's operator module a trailing underscore only keeps off a keyword: `and_`, `or_`."""
+    name = getattr(function, "__name__", "").split(".")[0]
+    return function in _INPLACE_OPERATORS or (_is_inplace_name(name) and getattr(operator, name, None) is not function)
 
 
 def _out(node: Node) -> list[Node]:
@@ -108,7 +112,7 @@ def makes_fresh(gm: GraphModule, node: Node) -> bool:
     if node.op != "call_function":
         return False
     name = getattr(node.target, "__name__", "").split(".")[0]
-    if name in _MAY_RETURN_ARGUMENT or _is_inplace_name(name) or node.target in _INPLACE_OPERATORS:
+    if name in _MAY_RETURN_ARGUMENT or _is_inplace_function(node.target):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         return not fx_private.returns_alias(node.target)

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from torch.fx import GraphModule
 
-from refold.releasing import Ledger
 from refold.snapshot import Snapshot
 
 _INTERRUPTS_ENDURED = 100
@@ -19,12 +18,10 @@ def atomically(gm: GraphModule, work: Callable[[Snapshot], _T]) -> _T:
     photograph. The work is a function and not the body of a `with`: an interrupt that comes while a `with` is being
     left, after its body is done, is seen by nobody. For the same reason `work` does everything, also what comes last.
     """
-    ledger = Ledger(gm)
     before = Snapshot.of(gm)
-    before.ledger = ledger
     try:
         outcome = work(before)
-        ledger.settle(before.modules.values())
+        before.ledger.settle()
         return outcome
     except BaseException:
         _put_back(gm, before)

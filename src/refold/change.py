@@ -44,6 +44,8 @@ class Change:
     codegen: Any = MISSING
     maps: tuple[MapRecord, ...] = ()
     prints: dict[str, str] = field(default_factory=dict)
+    trainable: dict[str, bool] = field(default_factory=dict)
+    """Tensors that stayed and were frozen, or no longer: whether they were trainable before."""
     groups: tuple[tuple[int, int], ...] = ()
     marked: frozenset[str] = frozenset()
     sites: tuple[Any, ...] = ()
@@ -57,7 +59,7 @@ class Change:
         """Nodes ("%name") and module entries (paths) that this change made, removed, changed or moved."""
         nodes = {f"%{n}" for n in (*self.created, *self.erased, *self.changed, *self.moved)}
         entries = {join_path(path, k) for (path, _), t in self.tables.items() for k in (*t.before, *t.added)}
-        return frozenset(nodes | entries | {path for path in self.attributes if path})
+        return frozenset(nodes | entries | {path for path in self.attributes if path} | set(self.trainable))
 
     @property
     def reads(self) -> frozenset[str]:
@@ -96,6 +98,7 @@ class Change:
             lines += [f"{'~' if k in entry.added else '-'} {join_path(path, k)}" for k in entry.before]
             lines += [f"+ {join_path(path, k)}" for k in entry.added if k not in entry.before]
         lines += [f"~ {path or 'the module'}: {', '.join(changed)}" for path, changed in self.attributes.items()]
+        lines += [f"~ {name}: requires_grad was {trainable}" for name, trainable in self.trainable.items()]
         return lines + [f"  {record.map}" for record in self.maps]
 
     def without_metas(self) -> Change:

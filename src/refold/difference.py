@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from operator import is_
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,34 +17,34 @@ from refold import fx_private
 from refold.change import Change, TableChange, join_path
 from refold.fingerprint import same_bits
 from refold.keeping import keep, with_holders
-from refold.snapshot import MISSING, ModuleRecord, NodeRecord, Ref, Snapshot, same_value
+from refold.module_tree import ModuleRecord
+from refold.node_record import MISSING, NodeRecord, Ref, same_value
+from refold.snapshot import Look, Snapshot
 from refold.weights import MapRecord
 
+_ATOMS = frozenset({int, float, bool, str, NoneType})
 _Pairs = list[tuple[str, ModuleRecord, ModuleRecord]]
-_FIELDS = ("op", "target", "args", "kwargs", "type")
 
 
-def difference(before: Snapshot, after: Snapshot, maps: Iterable[MapRecord] = ()) -> Change | None:
+def difference(before: Snapshot, after: Look, maps: Iterable[MapRecord] = ()) -> Change | None:
     """The change from one photograph to another; None where nothing differs. The second may be of another module (a
     transformation returned a copy): entries are then the same when they are alike, not only when they are identical."""
     maps = tuple(maps)
     old, new = before.nodes, after.nodes
-    names = {node: name for name, (node, _) in old.items()}
-    erased = {name: _record(old[name][1], names) for name in old if name not in new}
-    created = {name: _record(new[name][1], None) for name in new if name not in old}
-    changed = dict(_changed_nodes(old, new, names))
+    names = {row[0]: row[1] for row in before.graph.rows}
+    erased = {name: _record(old[name], names) for name in old if name not in new}
+    created = {name: _record(new[name], None) for name in new if name not in old}
+    changed = dict(_changed_nodes(old, new, names, _readers_of_renamed(after, names)))
     mapped = with_holders(name for record in maps for name in record.map.sources.values())
     suspects = _same_modules(before, after)
-    copied = before.modules[""].module is not after.modules[""].module
-    tables = _changed_tables(suspects, copied, mapped)
-    attributes = _changed_attributes(suspects)
-    moved = _moved([n for n in old if n in new], [n for n in new if n in old])
-    codegen = MISSING if before.codegen is after.codegen else before.codegen
-    if not (erased or created or changed or tables or attributes or moved) and codegen is MISSING:
+    tables = _changed_tables(suspects, after.root is not before.tree.root, mapped)
+    attributes = _changed_attributes(suspects, after.written)
+    moved = [] if list(old) == list(new) else _moved([n for n in old if n in new], [n for n in new if n in old])
+    codegen = MISSING if before.graph.codegen is after.graph.codegen else before.graph.codegen
+    trainable = before.changed_trainable()
+    if not (erased or created or changed or tables or attributes or moved or trainable) and codegen is MISSING:
         return None
     counts = {k: before.base_counts.get(k, MISSING) for k, v in after.base_counts.items() if _differs(before, k, v)}
-    metas = _changed_metas(old, new) | {name: dict(old[name][1][6]) for name in erased}
-    training = bool(before.modules[""].attributes.get("training", False))
     return Change(
         signature=0,
         name="",
@@ -55,12 +56,13 @@ def difference(before: Snapshot, after: Snapshot, maps: Iterable[MapRecord] = ()
         order=tuple(old),
         tables=tables,
         attributes=attributes,
-        metas=metas,
+        metas=_changed_metas(before, after),
         names_added=frozenset(after.used_names - before.used_names),
         counts=counts,
-        training=training,
+        training=bool(before.tree.record(0).everything.get("training", False)),
         codegen=codegen,
         maps=maps,
+        trainable=trainable,
     )
 
 
@@ -68,7 +70,7 @@ def _differs(before: Snapshot, name: str, count: int) -> bool:
     return before.base_counts.get(name) != count
 
 
-def _record(fields: tuple[Any, ...], names: dict[Node, str] | None) -> NodeRecord:
+def _record(row: fx_private.Row, names: dict[Node, str] | None) -> NodeRecord:
     """A photographed node as plain data; `names` gives the names nodes had at that moment."""
 
     def refer(value: Any) -> Any:
@@ -76,46 +78,56 @@ def _record(fields: tuple[Any, ...], names: dict[Node, str] | None) -> NodeRecor
             return value
         return Ref(value.name if names is None else names.get(value, value.name))
 
-    name, op, target, args, kwargs, type_ = fields[:6]
-    return NodeRecord(name, op, target, map_aggregate(args, refer), map_aggregate(kwargs, refer), type_)
+    _node, name, op, target, args, kwargs, type_ = row
+    plain = tuple([a if type(a) in _ATOMS else refer(a) if type(a) is Node else map_aggregate(a, refer) for a in args])
+    return NodeRecord(name, op, target, plain, map_aggregate(kwargs, refer) if kwargs else kwargs, type_)
+
+
+def _readers_of_renamed(after: Look, names: dict[Node, str]) -> set[Node]:
+    """The nodes that read one which has another name now: their arguments are other names too."""
+    renamed = [row[0] for row in after.graph.rows if names.get(row[0], row[1]) != row[1]]
+    return {user for node in renamed for user in node.users}
 
 
 def _changed_nodes(
-    old: dict[str, Any], new: dict[str, Any], names: dict[Node, str]
+    old: dict[str, fx_private.Row], new: dict[str, fx_private.Row], names: dict[Node, str], suspects: set[Node]
 ) -> Iterator[tuple[str, tuple[NodeRecord, NodeRecord]]]:
-    for name, (node, fields) in old.items():
-        if name not in new:
+    for name, row in old.items():
+        new_row = new.get(name)
+        if new_row is None or (new_row is row and row[0] not in suspects):
             continue
-        new_node, new_fields = new[name]
-        if node is new_node and all(map(is_, fields[1:6], new_fields[1:6])):
-            continue
-        before, after = _record(fields, names), _record(new_fields, None)
-        if not all(same_value(getattr(before, f), getattr(after, f)) for f in _FIELDS):
+        before, after = _record(row, names), _record(new_row, None)
+        if not _same_record(before, after):
             yield name, (before, after)
 
 
-def _changed_metas(old: dict[str, Any], new: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _same_record(a: NodeRecord, b: NodeRecord) -> bool:
+    same = same_value(a.target, b.target) and a.op == b.op and same_value(a.type, b.type)
+    return same and same_value(a.args, b.args) and same_value(a.kwargs, b.kwargs)
+
+
+def _changed_metas(before: Snapshot, after: Look) -> dict[str, dict[str, Any]]:
+    """What was different in the metadata of nodes that stay, and the whole of those that were erased."""
     changed = {}
-    for name, (_, fields) in old.items():
-        if name not in new:
-            continue
-        before, after = fields[6], new[name][1][6]
-        if before.keys() == after.keys() and all(map(is_, before.values(), map(after.get, before))):
-            continue
-        keys = [k for k in {**before, **after} if before.get(k, MISSING) is not after.get(k, MISSING)]
-        changed[name] = {k: before.get(k, MISSING) for k in keys}
+    metas: Iterable[dict[str, Any] | None] = after.graph.metas
+    if list(before.nodes) != list(after.nodes):
+        metas = map(dict(zip(after.nodes, after.graph.metas, strict=True)).get, before.nodes)
+    for name, old, new in zip(before.nodes, before.graph.metas, metas, strict=True):
+        if new is None:
+            changed[name] = dict(old)
+        elif len(old) != len(new) or [*old] != [*new] or not all(map(is_, old.values(), new.values())):
+            both = {**old, **new}
+            changed[name] = {k: old.get(k, MISSING) for k in both if both[k] is not old.get(k, MISSING) or k not in new}
     return changed
 
 
-def _same_modules(before: Snapshot, after: Snapshot) -> _Pairs:
+def _same_modules(before: Snapshot, after: Look) -> _Pairs:
     """Modules that stand at the same path in both photographs and may differ."""
-    copied = before.modules[""].module is not after.modules[""].module
-    found, others = [], after.modules
-    for path, record in before.modules.items():
-        other = others.get(path)
-        if other is None or (not copied and record.module is other.module and record.is_untouched()):
-            continue
-        if path == "" or _same_entry(record.module, other.module, copied):
+    copied = after.root is not before.tree.root
+    found = []
+    for path, other in after.modules.items():
+        record = before.tree.record_at(path)
+        if record is not None and (path == "" or _same_entry(record.module, other.module, copied)):
             found.append((path, record, other))
     return found
 
@@ -131,10 +143,11 @@ def _same_entry(old: Any, new: Any, copied: bool) -> bool:
 def _changed_tables(suspects: _Pairs, copied: bool, mapped: set[str]) -> dict[tuple[str, str], TableChange]:
     changed = {}
     for path, record, other in suspects:
+        others = other.tables
         for name, entries in record.tables.items():
-            if not entries and not other.tables[name]:
+            if not entries and not others[name]:
                 continue
-            old, new = _without_history(path, entries), _without_history(path, other.tables[name])
+            old, new = _without_history(path, entries), _without_history(path, others[name])
             if not copied and list(old) == list(new) and all(map(is_, old.values(), new.values())):
                 continue
             gone = {k: v for k, v in old.items() if k not in new or not _same_entry(v, new[k], copied)}
@@ -149,12 +162,12 @@ def _without_history(path: str, entries: dict[str, Any]) -> dict[str, Any]:
     return entries if path else {k: v for k, v in entries.items() if k != fx_private.HISTORY_CHILD}
 
 
-def _changed_attributes(suspects: _Pairs) -> dict[str, dict[str, Any]]:
+def _changed_attributes(suspects: _Pairs, written: bool) -> dict[str, dict[str, Any]]:
     changed = {}
     for path, record, other in suspects:
         if other.module is not record.module:
             continue  # a copy came back: its attributes are its own
-        found = record.changed_attributes()
+        found = record.changed_attributes(written)
         if found:
             changed[path] = found
     return changed

@@ -16,14 +16,16 @@ from refold import fx_private
 from refold.errors import GraphEdited
 from refold.snapshot import NodeRecord, Ref, record_node, same_value
 
-_Row = tuple[Node, str, str, Any, Any, Any]
+_NOT_BUILT = (AttributeError, LookupError, NameError, RuntimeError, SyntaxError, TypeError, ValueError)
+"""What building a graph from records, or tracing it, raises when names or modules in it are gone."""
 
 
 class ExpectedGraph:
     """The nodes that should be there: live handles while they last, plain data in a copy or a pickle."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._rows: list[_Row] | None = [_row(node) for node in graph.nodes]
+    def __init__(self, graph: Graph, rows: list[fx_private.Row] | None = None) -> None:
+        """`rows` are the graph's, if they are known already."""
+        self._rows: list[fx_private.Row] | None = fx_private.rows_of(graph.nodes) if rows is None else rows
         self._records: tuple[NodeRecord, ...] = ()
         self.was_pickled = False
 
@@ -62,22 +64,18 @@ class ExpectedGraph:
             )
 
 
-def _row(node: Node) -> _Row:
-    return (node, node.name, node.op, node.target, node.args, node.kwargs)
-
-
-def _untouched(node: Node, row: _Row) -> bool:
+def _untouched(node: Node, row: fx_private.Row) -> bool:
     if node is not row[0] or node.name != row[1] or node.op != row[2] or node.target is not row[3]:
         return False
     return same_value(node.args, row[4]) and same_value(node.kwargs, row[5])
 
 
-def _record(row: _Row) -> NodeRecord:
+def _record(row: fx_private.Row) -> NodeRecord:
     def refer(value: Any) -> Any:
         return Ref(value.name) if isinstance(value, Node) else value
 
-    node, name, op, target, args, kwargs = row
-    return NodeRecord(name, op, target, map_aggregate(args, refer), map_aggregate(kwargs, refer), node.type)
+    _node, name, op, target, args, kwargs, type_ = row
+    return NodeRecord(name, op, target, map_aggregate(args, refer), map_aggregate(kwargs, refer), type_)
 
 
 def _alike(expected: Sequence[NodeRecord], found: Sequence[NodeRecord]) -> bool:
@@ -121,7 +119,7 @@ def _is_retrace(gm: GraphModule, expected: Sequence[NodeRecord], found: Sequence
     try:
         twin = GraphModule(gm, _build(gm, expected))
         again = fx_private.retrace_as_pickle_does(twin)
-    except Exception:  # whatever fails here, the graph is not one that pickling could have made
+    except _NOT_BUILT:  # the graph is not one that pickling could have made
         return False
     return _alike(by_position([record_node(n) for n in again.graph.nodes]), by_position(found))
 

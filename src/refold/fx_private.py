@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 HISTORY_CHILD = "_refold"
 """The name of the child module that carries the history."""
@@ -31,13 +32,6 @@ _HOOKS = (
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
-)
-_WRITTEN_INTO = (
-    *_HOOKS,
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-    "_non_persistent_buffers_set",
 )
 
 
@@ -72,43 +66,25 @@ def has_all_attributes(module: nn.Module, attributes: dict[str, Any]) -> bool:
     return live.keys() == attributes.keys() and all(map(operator.is_, live.values(), attributes.values()))
 
 
-def has_just(module: nn.Module, attributes: dict[str, Any], tables: dict[str, dict[str, Any]]) -> bool:
-    """Whether a module has just these attributes, just these entries in its tables, and no hooks."""
-    if not has_all_attributes(module, attributes):
-        return False
-    for name, old in tables.items():
-        new = attributes[name]
-        if len(old) != len(new):
-            return False
-        if old and (list(old) != list(new) or not all(map(operator.is_, old.values(), new.values()))):
-            return False
-    return not any(map(attributes.get, _WRITTEN_INTO))
+_get_tables = operator.itemgetter(*TABLES)
 
 
-def containers(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copies of those attributes that torch itself writes into (hooks, names of buffers), if they hold anything."""
-    if not any(map(attributes.get, _WRITTEN_INTO)):  # nearly always
-        return {}
-    return {name: copy.copy(found) for name in _WRITTEN_INTO if (found := attributes.get(name))}
+def tables_of(attributes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The tables of parameters, of buffers and of children of many modules; scripted modules have none."""
+    try:
+        tables = list(map(_get_tables, attributes))
+    except KeyError:
+        tables = [_get_tables(d) for d in attributes if all(name in d for name in TABLES)]
+    return [list(kind) for kind in zip(*tables, strict=True)]
 
 
-def filled_containers(module: nn.Module, contents: dict[str, Any]) -> list[str]:
-    """The names of a module's containers that hold something, or held something before."""
+def put_attributes_back(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Let a module have just these attributes; what a GraphModule derives from its graph comes back with the graph."""
     live = module.__dict__
-    if not contents and not any(map(live.get, _WRITTEN_INTO)):
-        return []
-    return [name for name in _WRITTEN_INTO if live.get(name) or name in contents]
-
-
-def is_written_into(name: str) -> bool:
-    """Whether torch writes into the container of this name."""
-    return name in _WRITTEN_INTO
-
-
-def fill_container(container: Any, entries: Any) -> None:
-    """Let a container hold just these entries; None stands for none."""
-    container.clear()
-    container.update(entries or ())
+    hidden: frozenset[str] = _DERIVED if isinstance(module, GraphModule) else frozenset()
+    for name in [name for name in live if name not in attributes and name not in hidden]:
+        del live[name]
+    live.update({name: value for name, value in attributes.items() if name not in hidden})
 
 
 def set_plain_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -143,10 +119,18 @@ def empty_module(cls: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
 
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every (path, module), also under a second path; not the history, not the inside of scripted modules."""
+    return zip(*all_modules(root), strict=True)
+
+
+def all_modules(root: nn.Module) -> tuple[list[str], list[nn.Module]]:
+    """The paths and the modules of `walk_modules`."""
+    paths: list[str] = []
+    modules: list[nn.Module] = []
     pending: list[tuple[str, nn.Module]] = [("", root)]
     while pending:
         path, module = pending.pop()
-        yield path, module
+        paths.append(path)
+        modules.append(module)
         children = module.__dict__.get("_modules")
         if not children or isinstance(module, torch.jit.ScriptModule):
             continue
@@ -155,47 +139,85 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         found = [(prefix + k, child) for k, child in children.items() if child is not None and k != hidden]
         found.reverse()
         pending += found
+    return paths, modules
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------
 
-NodeState = tuple[Any, ...]
-GraphState = tuple[Any, ...]
+Row = tuple[Node, str, str, Any, Any, Any, Any]
+"""A node and its name, op, target, args, kwargs and type: what is compared."""
 
 
-def node_state(node: Node) -> NodeState:
-    """All that a node is, besides its place in the list."""
-    uses = (dict(node.users), dict(node._input_nodes))
-    fields = (node.name, node.op, node.target, node._args, node._kwargs, node.type, dict(node.meta), node._sort_key)
-    return (node, fields, uses, node._repr_fn)
+@dataclass(frozen=True, slots=True)
+class GraphState:
+    """A graph at one moment."""
+
+    graph: Graph
+    rows: list[Row]
+    metas: list[dict[str, Any]]
+    codegen: Any
 
 
-def graph_state(gm: GraphModule) -> GraphState:
+@dataclass(frozen=True, slots=True)
+class WholeGraphState(GraphState):
+    """All of a graph, so that `restore_graph` can bring it back, object for object."""
+
+    users: list[dict[Node, None]]
+    details: list[tuple[Any, Any]]
+    """Of each node: sort key, function that shows it."""
+    namespace: tuple[dict[Any, str], set[str], dict[str, int]]
+    insert: Any
+    derived: dict[str, Any]
+    forward: dict[str, Any]
+
+
+def rows_of(nodes: Iterable[Node]) -> list[Row]:
+    """What nodes are, to be compared."""
+    return [(n, n.name, n.op, n.target, n._args, n._kwargs, n.type) for n in nodes]
+
+
+def graph_state(gm: GraphModule) -> WholeGraphState:
     """What must be kept of a graph so that `restore_graph` can bring it back, object for object."""
     graph = gm.graph
     names = graph._graph_namespace
     namespace = (dict(names._obj_to_name), set(names._used_names), dict(names._base_count))
     derived = {k: v for k, v in gm.__dict__.items() if k in _DERIVED}
-    nodes = [node_state(node) for node in graph.nodes]
-    return (graph, nodes, namespace, graph._codegen, graph._insert, derived, _own_forward(gm))
+    nodes = list(graph.nodes)
+    rows = rows_of(nodes)
+    users = [n.users.copy() for n in nodes]
+    details = [(n._sort_key, n._repr_fn) for n in nodes]
+    metas = [n.meta.copy() for n in nodes]
+    rest = (namespace, graph._insert, derived, _own_forward(gm))
+    return WholeGraphState(graph, rows, metas, graph._codegen, users, details, *rest)
 
 
-def look_at_graph(gm: GraphModule) -> GraphState:
-    """What `graph_state` tells, only to be compared, without copies that restoring would need."""
-    graph = gm.graph
-    nodes = [(n, (n.name, n.op, n.target, n._args, n._kwargs, n.type, n.meta, None), None, None) for n in graph.nodes]
-    return (graph, nodes, None, graph._codegen, None, None, None)
+def look_at_graph(gm: GraphModule, before: GraphState) -> GraphState:
+    """A graph, only to be compared, at once; nodes that are as they were before have the very row of before."""
+    nodes = list(gm.graph.nodes)
+    known: Iterable[Row | None] = before.rows
+    if nodes != [row[0] for row in before.rows]:
+        by_node = {row[0]: row for row in before.rows}
+        known = map(by_node.get, nodes)
+    rows = []
+    for n, row in zip(nodes, known, strict=True):
+        same = row is not None and n._args is row[4] and n.target is row[3] and n._kwargs is row[5]
+        if row is None or not (same and n.name is row[1] and n.op is row[2] and n.type is row[6]):
+            row = (n, n.name, n.op, n.target, n._args, n._kwargs, n.type)
+        rows.append(row)
+    return GraphState(gm.graph, rows, [n.meta for n in nodes], gm.graph._codegen)
 
 
-def restore_graph(gm: GraphModule, state: GraphState) -> None:
+def restore_graph(gm: GraphModule, state: WholeGraphState) -> None:
     """Bring a graph back as it was at `graph_state`, whatever half-done edit it is in. Can be called again."""
-    graph, nodes, (obj_to_name, used_names, base_count), codegen, insert, derived, forward = state
+    graph = state.graph
     previous = graph._root
     lookup = type(graph._find_nodes_lookup_table)()
     put = object.__setattr__  # past Node's own bookkeeping, which trusts the state that is being replaced
-    for node, (name, op, target, args, kwargs, type_, meta, sort_key), (users, inputs), repr_fn in nodes:
+    for row, meta, users, detail in zip(state.rows, state.metas, state.users, state.details, strict=True):
+        node, name, op, target, args, kwargs, type_ = row
+        sort_key, repr_fn = detail
         fields = {"name": name, "op": op, "target": target, "type": type_, "meta": dict(meta), "graph": graph}
-        fields |= {"_args": args, "_kwargs": kwargs, "users": dict(users), "_input_nodes": dict(inputs)}
+        fields |= {"_args": args, "_kwargs": kwargs, "users": dict(users), "_input_nodes": _nodes_in(args, kwargs)}
         fields |= {"_erased": False, "_sort_key": sort_key, "_repr_fn": repr_fn, "_prev": previous}
         for field, value in fields.items():
             put(node, field, value)
@@ -204,14 +226,29 @@ def restore_graph(gm: GraphModule, state: GraphState) -> None:
         lookup.insert(node)
     put(previous, "_next", graph._root)
     put(graph._root, "_prev", previous)
-    graph._len, graph._find_nodes_lookup_table, graph._codegen, graph._insert = len(nodes), lookup, codegen, insert
+    graph._len, graph._find_nodes_lookup_table = len(state.rows), lookup
+    graph._codegen, graph._insert = state.codegen, state.insert
+    obj_to_name, used_names, base_count = state.namespace
     names = graph._graph_namespace
     names._obj_to_name, names._used_names, names._base_count = dict(obj_to_name), set(used_names), dict(base_count)
     graph._owning_module = gm
-    for key in [k for k in gm.__dict__ if k in _DERIVED and k not in derived]:
+    for key in [k for k in gm.__dict__ if k in _DERIVED and k not in state.derived]:
         del gm.__dict__[key]
-    gm.__dict__.update(derived)
-    _set_own_forward(gm, forward)
+    gm.__dict__.update(state.derived)
+    _set_own_forward(gm, state.forward)
+
+
+def _nodes_in(args: Any, kwargs: Any) -> dict[Node, None]:
+    """The nodes among arguments, in the order in which torch notes them."""
+    found: dict[Node, None] = {}
+
+    def note(node: Node) -> Node:
+        found.setdefault(node)
+        return node
+
+    map_arg(args, note)
+    map_arg(kwargs, note)
+    return found
 
 
 def _own_forward(gm: GraphModule) -> dict[str, Any]:
@@ -273,8 +310,8 @@ def rename_nodes(graph: Graph, names: list[str]) -> None:
 def sort_users(graph: Graph) -> None:
     """Put every node's users in graph order, the order in which a trace makes them."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in position:
-        places = [*map(position.__getitem__, node.users)] if len(node.users) > 1 else []
+    for node in [node for node in position if len(node.users) > 1]:
+        places = [*map(position.__getitem__, node.users)]
         if places != sorted(places):
             node.users = dict.fromkeys(sorted(node.users, key=position.__getitem__))
 
@@ -296,6 +333,25 @@ def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def returns_alias(op: Any) -> bool:
     """Whether an ATen operator says that it returns its argument or a view of it."""
     return any(r.alias_info is not None for r in op._schema.returns)
+
+
+def addresses_of(tensors: list[torch.Tensor]) -> list[int | None]:
+    """The addresses of tensors."""
+    try:
+        return list(map(torch.Tensor.data_ptr, tensors))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return list(map(address_of, tensors))
+
+
+_get_nbytes = operator.attrgetter("nbytes")
+
+
+def sizes_of(tensors: list[torch.Tensor]) -> list[int]:
+    """The bytes of tensors."""
+    try:
+        return list(map(_get_nbytes, tensors))
+    except (RuntimeError, NotImplementedError):  # sparse ones do not know
+        return [tensor.numel() * tensor.element_size() for tensor in tensors]
 
 
 def address_of(tensor: torch.Tensor) -> int | None:

@@ -18,8 +18,8 @@ from refold.expected import ExpectedGraph
 from refold.fingerprint import fingerprint
 from refold.gradients import gradients_back
 from refold.releasing import Ledger
-from refold.restoring import Birth, put_back
-from refold.snapshot import Snapshot
+from refold.restoring import Birth, find_tensor, put_back
+from refold.snapshot import Look, Snapshot
 from refold.weights import MapRecord, NoInverse, Tensors
 
 _WAYS_OUT = (
@@ -109,12 +109,12 @@ def history(gm: GraphModule) -> History:
     return found if isinstance(found, History) else History()
 
 
-def push(gm: GraphModule, change: Change, before: Snapshot) -> None:
-    """Put a change on a module's history; `before` is the photograph it was derived from."""
+def push(gm: GraphModule, change: Change, before: Snapshot, after: Look) -> None:
+    """Put a change on a module's history; it was derived from the photograph before and the look at it after."""
     past = history(gm)
     birth = past.birth or Birth(tuple(before.nodes), users=before.unsorted_users())
     birth = birth.with_tables_of(change)
-    attach(gm, History((*past.changes, change), birth, ExpectedGraph(gm.graph)))
+    attach(gm, History((*past.changes, change), birth, ExpectedGraph(gm.graph, after.graph.rows)))
 
 
 def attach(gm: GraphModule, past: History) -> GraphModule:
@@ -266,17 +266,6 @@ def _target(gm: GraphModule, name: str, label: str) -> torch.Tensor:
     if tensor is None:
         raise GraphEdited(f"{name}, which holds weights that {label} made, is no longer in the module.")
     return tensor
-
-
-def find_tensor(gm: nn.Module, name: str) -> torch.Tensor | None:
-    """The parameter or buffer of a full name."""
-    path, _, key = name.rpartition(".")
-    try:
-        module = gm.get_submodule(path)
-    except AttributeError:
-        return None
-    found = fx_private.table(module, "_parameters").get(key)
-    return found if found is not None else fx_private.table(module, "_buffers").get(key)
 
 
 def _unshare(tensors: Iterable[torch.Tensor]) -> None:

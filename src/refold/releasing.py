@@ -9,13 +9,14 @@ call fails, or if it turns out to be alive when the call is over.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from refold import fx_private
+from refold.module_tree import ModuleTree
 
 _LARGE = 1 << 16
 """Smaller weights are not worth the trouble."""
@@ -24,8 +25,9 @@ _LARGE = 1 << 16
 class Ledger:
     """The weights of one module whose memory may be given up during a call, and those whose memory was."""
 
-    def __init__(self, gm: nn.Module | None = None) -> None:
-        self._owned = owned_alone(gm) if gm is not None else set()
+    def __init__(self, tree: ModuleTree | None = None) -> None:
+        self._tree = tree
+        self._owned = owned_alone(tree) if tree is not None else set()
         self._released: list[tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]] = []
 
     def release(self, tensor: torch.Tensor, compute: Callable[[], torch.Tensor]) -> None:
@@ -37,6 +39,10 @@ class Ledger:
         self._released.append((tensor, hollow, compute))
         tensor.data = hollow
 
+    def has_released(self, tensor: torch.Tensor) -> bool:
+        """Whether a weight has given its memory up."""
+        return any(released is tensor for released, _hollow, _compute in self._released)
+
     def refill(self) -> None:
         """Fill every weight again: the call has failed. Can be called again."""
         while self._released:
@@ -45,69 +51,72 @@ class Ledger:
                 tensor.data = compute()
             self._released.pop()
 
-    def settle(self, photographed: Iterable[Any]) -> None:
+    def settle(self) -> None:
         """The call is done: fill those that somebody took hold of while it ran, or that are still in use. All others
-        are about to die with the call's photograph (records with `module` and `tables`), which holds the last
-        references to them and to their modules."""
-        if not self._released:
+        are about to die with the call's photograph, which holds the last references to them and to their modules."""
+        if not self._released or self._tree is None:
             return
-        dying: set[int] = set()
-        for record in photographed:
-            dying |= _dying(record)
+        dying = _dying(self._tree)
         self._released = [entry for entry in self._released if id(entry[0]) not in dying]
         self.refill()
 
 
-class _Probe:
-    """Holds a module as a photograph's record does."""
-
-    __slots__ = ("module",)
+class _Counts:
+    """How many references there are to a module and to a parameter that only their tables and a photograph hold.
+    Counted on a probe: how many an expression adds differs by version, and a photograph holds what it likes."""
 
     def __init__(self) -> None:
-        self.module = nn.Module()
+        root = nn.Module()
+        root.child = nn.Module()
+        root.child.weight = nn.Parameter(torch.empty(0))
+        tree = ModuleTree(root)
+        self.module = [*map(sys.getrefcount, tree.modules)][1]
+        self.tensor = next(map(sys.getrefcount, tree.tensors))
 
 
-def _dying(record: Any) -> set[int]:
-    """The parameters of a photographed module that only the photograph and the ledger hold. Such a module has two
-    references: its own record and the table of its parent's. A parameter has three: the ledger, the list of tensors and
-    the table of its record; and one more if the module itself still has it, and dies too."""
-    probe, pair = _Probe(), {"tensor": nn.Parameter(torch.empty(0))}
-    one_module, one_tensor = sys.getrefcount(probe.module), sys.getrefcount(pair["tensor"])
-    module_dies = sys.getrefcount(record.module) == one_module + 1
-    kept = record.tables.get("_parameters", {})
-    live = fx_private.table(record.module, "_parameters") if kept else {}
-    found: set[int] = set()
-    for key in kept:
-        has_it = live.get(key) is kept[key]
-        if kept[key] is not None and (module_dies or not has_it):
-            found |= {id(kept[key])} if sys.getrefcount(kept[key]) == one_tensor + 2 + has_it else set()
-    return found
-
-
-def owned_alone(gm: nn.Module) -> set[int]:
+def owned_alone(tree: ModuleTree) -> set[int]:
     """The large parameters that nothing refers to but one table of a module that nothing refers to but the next table,
-    up to the root. Counted by comparison with a probe: how many references an expression adds differs by version."""
-    probe: dict[str, Any] = {"module": nn.Module(), "tensor": nn.Parameter(torch.empty(0))}
-    one_module, one_tensor = (sys.getrefcount(probe[kind]) for kind in ("module", "tensor"))
+    up to the root."""
+    if not any(size >= _LARGE for size in fx_private.sizes_of(tree.tensors)):
+        return set()
+    one = _Counts()
+    alone = {id(t) for t, count in _counted(tree.tensors) if count == one.tensor and _is_large(t)}
     found: set[int] = set()
-    pending = [(fx_private.table(gm, "_modules"), fx_private.table(gm, "_parameters"), True)]
-    while pending:
-        children, parameters, mine = pending.pop()
-        large = [key for key in parameters if _is_large(parameters, key)]
-        found |= {id(parameters[k]) for k in large if mine and sys.getrefcount(parameters[k]) == one_tensor}
-        inner = [key for key in children if key != fx_private.HISTORY_CHILD]
-        single = {key: mine and sys.getrefcount(children[key]) == one_module for key in inner}
-        pending += [(*_tables_of(children, key), single[key]) for key in inner]
+    mine = {""}
+    for path, (module, count) in zip(tree.paths, _counted(tree.modules), strict=True):
+        parent = path.rpartition(".")[0]
+        if path and (count != one.module or parent not in mine):
+            continue
+        mine.add(path)
+        found |= alone & set(map(id, module.__dict__.get("_parameters", {}).values()))
     return found
 
 
-def _is_large(parameters: dict[str, Any], key: str) -> bool:
-    tensor = parameters[key]
-    return tensor is not None and not tensor.is_meta and tensor.numel() * tensor.element_size() >= _LARGE
+def _counted(things: list[Any]) -> Iterator[tuple[Any, int]]:
+    counts = list(map(sys.getrefcount, things))
+    return zip(things, counts, strict=True)
 
 
-def _tables_of(children: dict[str, Any], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    module = children[key]
-    if module is None or isinstance(module, torch.jit.ScriptModule):
-        return {}, {}
-    return fx_private.table(module, "_modules"), fx_private.table(module, "_parameters")
+def _dying(tree: ModuleTree) -> set[int]:
+    """The parameters that only the photograph and the ledger hold. A module that dies is in no table any more. A
+    parameter that dies is in none either, but the ledger holds it; or it is still in that of a module that dies too."""
+    one = _Counts()
+    modules, tensors = (dict(_by_id(things)) for things in (tree.modules, tree.tensors))
+    found: set[int] = set()
+    for place, module in enumerate(tree.modules):
+        kept = tree.record(place).tables.get("_parameters", {})
+        live = fx_private.table(module, "_parameters") if kept else {}
+        module_dies = modules[id(module)] == one.module - 1
+        for key, tensor in kept.items():
+            has_it = live.get(key) is tensor
+            if tensor is not None and (module_dies or not has_it) and tensors[id(tensor)] == one.tensor + has_it:
+                found.add(id(tensor))
+    return found
+
+
+def _by_id(things: list[Any]) -> Iterator[tuple[int, int]]:
+    return zip(map(id, things), list(map(sys.getrefcount, things)), strict=True)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and tensor.numel() * tensor.element_size() >= _LARGE

@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 
 from refold import fx_private
 from refold.change import Change
+from refold.contents import Contents
 from refold.keeping import revive
 from refold.snapshot import MISSING, Ref
 
@@ -106,6 +107,10 @@ def put_modules_back(gm: nn.Module, change: Change, tensors: dict[str, torch.Ten
     restored = _put_tables_back(gm, change, tensors, birth)
     for path, values in change.attributes.items():
         _put_attributes_back(gm.get_submodule(path), values)
+    for name, trainable in change.trainable.items():
+        tensor = find_tensor(gm, name)
+        if tensor is not None:
+            tensor.requires_grad_(trainable)
     return restored
 
 
@@ -139,7 +144,20 @@ def _put_attributes_back(module: nn.Module, values: dict[str, Any]) -> None:
     for key, value in values.items():
         if value is MISSING:
             fx_private.drop_plain_attribute(module, key)
-        elif fx_private.is_written_into(key) and key in module.__dict__:
-            fx_private.fill_container(module.__dict__[key], value)
+        elif key == "__class__":
+            module.__class__ = value
+        elif isinstance(value, Contents):
+            value.put_into(module.__dict__, key)
         else:
             fx_private.set_plain_attribute(module, key, copy.copy(value) if isinstance(value, set) else value)
+
+
+def find_tensor(gm: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter or buffer of a full name."""
+    path, _, key = name.rpartition(".")
+    try:
+        module = gm.get_submodule(path)
+    except AttributeError:
+        return None
+    found = fx_private.table(module, "_parameters").get(key)
+    return found if found is not None else fx_private.table(module, "_buffers").get(key)

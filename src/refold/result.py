@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,17 +56,16 @@ def _count(things: Iterable[object], word: str) -> str:
     return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
 
 
+# Without a lock: each access is one operation on a dict. A lock that Ctrl-C meets while it is being released stays
+# locked, and every later call would wait for ever.
 _results: weakref.WeakKeyDictionary[GraphModule, Result] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 def set_result(gm: GraphModule, outcome: Result) -> None:
     """Remember the outcome of the latest call on a module; beside it, so that the module itself is untouched."""
-    with _lock:
-        _results[gm] = outcome
+    _results[gm] = outcome
 
 
 def result(gm: GraphModule) -> Result:
     """The outcome of the latest transformation that was called on this module."""
-    with _lock:
-        return _results.get(gm, Result("nothing", note="No transformation was called on this module yet."))
+    return _results.get(gm, Result("nothing", note="No transformation was called on this module yet."))

@@ -18,7 +18,7 @@ from refold.history import attach, check_graph_module, find_tensor, history, lat
 from refold.recipes import recipe_of
 from refold.result import Refused, Result, Rewritten, result, set_result
 from refold.signature import digest
-from refold.snapshot import Snapshot
+from refold.snapshot import Look, Snapshot
 
 _MARK = "refold_transformed_by"
 
@@ -165,8 +165,8 @@ def _record(
     transformation: Transformation, gm: GraphModule, output: GraphModule, before: Snapshot, notes: recording.Recording
 ) -> None:
     """Put what changed on the module's history."""
-    _check_tensors_untouched(transformation, before)
-    after = Snapshot.look(output)
+    _check_tensors_untouched(transformation, before, output)
+    after = before.again(output)
     change = difference(before, after, notes.maps)
     if output is not gm and not history(output):
         attach(output, copy.deepcopy(history(gm)))
@@ -189,30 +189,30 @@ def _record(
         sites=tuple(notes.rewritten),
     )
     fx_private.sort_users(output.graph)  # as a copy, a pickle and an undo of a later change have them
-    push(output, change, before)
+    push(output, change, before, after)
 
 
-def _check_tensors_untouched(transformation: Transformation, before: Snapshot) -> None:
-    written = before.written_in_place()
+def _check_tensors_untouched(transformation: Transformation, before: Snapshot, output: GraphModule) -> None:
+    written = before.written_in_place(output)
     if not written:
         return
     names = [name for name, tensor in before.tensors().items() if any(tensor is w for w in written)]
     raise BrokenTransformation(
-        f"{transformation!r} wrote into {', '.join(names)} in place, which no record can undo. The graph was put back; "
-        f"the values of these tensors were not. A transformation must make new tensors."
+        f"{transformation!r} wrote into {', '.join(names)} in place, or replaced their data, which no record can undo. "
+        f"The graph was put back; the values of these tensors were not. A transformation must make new tensors."
     )
 
 
-def _new_tensors(before: Snapshot, after: Snapshot, notes: recording.Recording) -> dict[str, str]:
+def _new_tensors(before: Snapshot, after: Look, notes: recording.Recording) -> dict[str, str]:
     """Fingerprints of tensors that no weight map accounts for."""
-    known = {id(tensor) for tensor, _version, _address in before.memory}
+    known = set(map(id, before.tree.tensors))
     mapped = {name for record in notes.maps for name in record.map.targets.values()}
-    copied = before.modules[""].module is not after.modules[""].module
+    copied = after.root is not before.tree.root
     if copied:
         old_prints = {fingerprint(tensor) for tensor in before.tensors().values()}
     fresh: dict[str, str] = {}
-    for name, tensor in after.tensors(known).items():
-        if name in mapped:
+    for name, tensor in after.tensors().items():
+        if name in mapped or id(tensor) in known:
             continue
         mark = fingerprint(tensor)
         if not (copied and mark in old_prints):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,8 @@ READS: dict[str, Callable[[Any], Any]] = {
     "inplace=False": lambda x: F.relu(x, inplace=False),
     "requires_grad_": lambda x: x.requires_grad_(),
     "double underscore": lambda x: x.__add__(1),
+    "operator.and_": lambda x: operator.and_(x, x),
+    "operator.or_": lambda x: operator.or_(x, 1),
 }
 
 
@@ -53,8 +56,6 @@ def test_reads(case: str) -> None:
 def test_set_item_writes() -> None:
     gm = symbolic_trace(lambda x: x * 1)
     call = list(gm.graph.nodes)[1]
-    import operator
-
     with gm.graph.inserting_after(call):
         write = gm.graph.call_function(operator.setitem, (call, 0, 1.0))
     assert written_by(gm, write) == [call]
@@ -109,3 +110,19 @@ def test_mode_switches() -> None:
     gm = symbolic_trace(lambda x: x * 1)
     node = gm.graph.call_function(torch._C._set_grad_enabled, (False,))
     assert switches_mode(node) and not switches_mode(next(iter(gm.graph.nodes)))
+
+
+@pytest.mark.parametrize("function", [operator.and_, operator.or_, operator.xor])
+def test_bitwise_operators_make_a_new_tensor(function: Any) -> None:
+    gm, _, call = graph(lambda x: function(x, 1))
+    assert call.target is function
+    assert written_by(gm, call) == [] and makes_fresh(gm, call) and memory_roots(gm, call) == {call}
+
+
+@pytest.mark.parametrize("function", [operator.iand, operator.ior, torch.relu_])
+def test_their_in_place_forms_do_not(function: Any) -> None:
+    gm = symbolic_trace(lambda x: x * 1)
+    first = list(gm.graph.nodes)[1]
+    with gm.graph.inserting_after(first):
+        call = gm.graph.call_function(function, (first, first) if function is not torch.relu_ else (first,))
+    assert written_by(gm, call) == [first] and not makes_fresh(gm, call)

@@ -23,7 +23,7 @@ def change_by(gm: GraphModule, *edits: object) -> Change | None:
     before = Snapshot.of(gm)
     for edit in edits:
         edit(gm)  # type: ignore[operator]
-    return difference(before, Snapshot.of(gm))
+    return difference(before, before.again(gm))
 
 
 def node(gm: GraphModule, name: str) -> torch.fx.Node:

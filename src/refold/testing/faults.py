@@ -73,62 +73,106 @@ def of_transformation(t: Transformation) -> Callable[[CodeType], bool]:
 
 
 def check_faults(
-    t: Transformation, gm: GraphModule, *, most: int | None = None, error: type[BaseException] = Fault
+    t: Transformation,
+    gm: GraphModule,
+    *,
+    most: int | None = None,
+    every_time: bool = True,
+    error: type[BaseException] = Fault,
 ) -> Iterator[str]:
-    """Make the lines of applying and reversing fail, one in each run, and tell which left a trace. `most` limits the
-    number of lines tried each way: each line of the source is tried before any is tried again, evenly spread."""
+    """Make the lines of applying and reversing fail, one in each run, and tell which left a trace. Without `every_time`
+    a line of the source that is executed often fails only the first and the last time. `most` limits the number of
+    lines tried each way: an even choice among the first and last execution of each line of the source."""
+    for attempt in attempts(t, gm):
+        yield from attempt.check(attempt.places(most, every_time), error)
+
+
+def attempts(t: Transformation, gm: GraphModule) -> Iterator[Attempts]:
+    """Applying a transformation to a module, and reversing it if it did anything, as calls to be made fail."""
     watched = of_transformation(t)
-    yield from _check_call(lambda m: t(m), gm, watched, most, error, f"applying {t!r}")
+    yield Attempts(lambda m: t(m), gm, watched, f"applying {t!r}")
     rewritten = t(copy.deepcopy(gm))
 
     def reverse(m: GraphModule) -> GraphModule:
         return t(m, reverse=True) if isinstance(t, ReversibleTransformation) else undo(m, None)
 
     if refold.history(rewritten):
-        yield from _check_call(reverse, rewritten, watched, most, error, f"reversing {t!r}")
+        yield Attempts(reverse, rewritten, watched, f"reversing {t!r}")
 
 
-def _check_call(
-    call: Callable[[GraphModule], object],
-    gm: GraphModule,
-    watched: Callable[[CodeType], bool],
-    most: int | None,
-    error: type[BaseException],
-    what: str,
-) -> Iterator[str]:
-    done = copy.deepcopy(gm)
-    total = executed_lines(lambda: call(done), watched)
-    for place in chosen_places(total, most):
-        file, number = total[place]
-        found = _trace_left(call, copy.deepcopy(gm), Portrait.of(done), _Lines(watched, place, error))
-        if found:
-            where = f"a fault at {Path(file).name}:{number} (line {place} of {len(total)})"
-            yield f"{what}: {where} left {'; '.join(found)}"
+class Attempts:
+    """One call on one module, to be made again and again with a fault at another line."""
+
+    def __init__(
+        self,
+        call: Callable[[GraphModule], object],
+        gm: GraphModule,
+        watched: Callable[[CodeType], bool],
+        what: str,
+    ) -> None:
+        self.call = call
+        self.gm = gm
+        self.watched = watched
+        self.what = what
+        done = copy.deepcopy(gm)
+        self.lines = executed_lines(lambda: call(done), watched)
+        self.done = Portrait.of(done)
+
+    def places(self, most: int | None = None, every_time: bool = True) -> list[int]:
+        """The places in the run at which a fault is to be tried."""
+        if most is None and not every_time:
+            return _ends(self.lines)
+        return chosen_places(self.lines, most)
+
+    def check(self, places: list[int], error: type[BaseException]) -> Iterator[str]:
+        """Make the call fail at each of some places; a sentence for each that left a trace."""
+        victim = _Victim(self.gm)
+        for place in places:
+            found = victim.differences_after(self.call, self.done, _Lines(self.watched, place, error))
+            if found:
+                file, number = self.lines[place]
+                where = f"a fault at {Path(file).name}:{number} (line {place} of {len(self.lines)})"
+                yield f"{self.what}: {where} left {'; '.join(found)}"
+            if found or not victim.is_whole:
+                victim = _Victim(self.gm)
 
 
-def _trace_left(call: Callable[[GraphModule], object], victim: GraphModule, done: Portrait, lines: _Lines) -> list[str]:
-    """What differs in a module after a call on it failed at a line; after one that overcame the fault, what differs
-    from the call without a fault."""
-    before, past = Portrait.of(victim), refold.history(victim)
-    held = [*victim.parameters(), *victim.buffers()]  # only what lives must come back as the same object
-    try:
-        _call_traced(lambda: call(victim), lines)
-    except BaseException:
-        found = before.differences(Portrait.of(victim), same_objects=True)
-        now = refold.history(victim)
-        return found if now is past or (not past and not now) else [*found, "another history"]
-    if lines.at is None or len(lines.seen) <= lines.at:
-        return [f"no fault: only {len(lines.seen)} of {lines.at} lines were executed, {len(held)} tensors held"]
-    return done.differences(Portrait.of(victim))
+class _Victim:
+    """A module on which calls fail. One that came through whole is used again: damage that only adds up shows too."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = copy.deepcopy(gm)
+        self.before, self.past = Portrait.of(self.gm), refold.history(self.gm)
+        self.held = [*self.gm.parameters(), *self.gm.buffers()]  # only what lives must come back as the same object
+        self.is_whole = True
+
+    def differences_after(self, call: Callable[[GraphModule], object], done: Portrait, lines: _Lines) -> list[str]:
+        """What differs in the module after a call on it failed at a line; after one that overcame the fault, what
+        differs from the call without a fault."""
+        try:
+            _call_traced(lambda: call(self.gm), lines)
+        except BaseException:
+            found = self.before.differences(Portrait.of(self.gm), same_objects=True)
+            now = refold.history(self.gm)
+            return found if now is self.past or (not self.past and not now) else [*found, "another history"]
+        self.is_whole = False
+        if lines.at is None or len(lines.seen) <= lines.at:
+            return [f"no fault: only {len(lines.seen)} of {lines.at} lines were executed"]
+        return done.differences(Portrait.of(self.gm))
 
 
 def chosen_places(lines: list[Line], most: int | None) -> list[int]:
     """Places in a run: all, or an even choice among the first and last execution of each line of the source."""
     if most is None or len(lines) <= most:
         return list(range(len(lines)))
-    first = {line: i for i, line in reversed(list(enumerate(lines)))}
-    last = {line: i for i, line in enumerate(lines)}
-    places = sorted({*first.values(), *last.values()})
+    places = _ends(lines)
     step = max(1.0, len(places) / most)
     picked = {places[int(i * step)] for i in range(min(most, len(places)))}
     return sorted(picked | {len(lines) - 1})
+
+
+def _ends(lines: list[Line]) -> list[int]:
+    """The places of the first and the last execution of each line of the source."""
+    first = {line: i for i, line in reversed(list(enumerate(lines)))}
+    last = {line: i for i, line in enumerate(lines)}
+    return sorted({*first.values(), *last.values()})

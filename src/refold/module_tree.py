@@ -1,0 +1,212 @@
+"""A photograph of all modules of a model. It is flat, so that comparing costs little; single modules come out of it on
+demand.
+
+Nearly every module is as it was when a transformation is done. To see that, the attributes of all modules lie in one
+list, and are compared with what is there now by identity, without a step of the interpreter for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import accumulate, chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from refold import fx_private
+from refold.contents import KINDS, Contents, Holdings, as_it_was, inside
+from refold.node_record import MISSING, same_value
+
+
+class ModuleRecord:
+    """What one module had, by reference; of its tables and other containers, what they held."""
+
+    __slots__ = ("cls", "everything", "former", "module")
+
+    def __init__(
+        self, module: nn.Module, cls: type[nn.Module], everything: dict[str, Any], former: Mapping[int, Any]
+    ) -> None:
+        self.module = module
+        self.cls = cls
+        self.everything = everything
+        self.former = former
+        """Copies of containers that held something, by the id of the container."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleRecord:
+        """Photograph one module."""
+        everything = fx_private.all_attributes(module)
+        held = [(value, value.copy()) for value in everything.values() if type(value) in KINDS and value]
+        return cls(module, type(module), everything, {id(container): copy for container, copy in held})
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The entries of the tables of parameters, buffers and children; none of a scripted module."""
+        if isinstance(self.module, torch.jit.ScriptModule):
+            return {}
+        return {name: self.former.get(id(self.everything[name]), {}) for name in fx_private.TABLES}
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The plain attributes."""
+        return fx_private.without_tables(self.module, self.everything)
+
+    def named_tensors(self, path: str) -> dict[str, torch.Tensor]:
+        """The parameters and buffers, by their full names if the module stands at a path."""
+        prefix, tables = path + "." if path else "", self.tables
+        entries = chain.from_iterable(tables[name].items() for name in ("_parameters", "_buffers") if tables)
+        return {prefix + key: tensor for key, tensor in entries if tensor is not None}
+
+    def changed_attributes(self, written: bool) -> dict[str, Any]:
+        """The plain attributes that the module no longer has as they were here, as they were here; `written` says that
+        containers may have been written into."""
+        changed: dict[str, Any] = {} if type(self.module) is self.cls else {"__class__": self.cls}
+        if not written and fx_private.has_all_attributes(self.module, self.everything):
+            return changed
+        old, new = self.attributes, fx_private.plain_attributes(self.module)
+        for name in {**old, **new}:
+            then, now = old.get(name, MISSING), new.get(name, MISSING)
+            before = as_it_was(then, self.former) if written and type(then) in KINDS else then
+            if not same_value(before, now):
+                changed[name] = then if same_value(before, then) else Contents(before)
+        return changed
+
+    def has_children_of(self, other: ModuleRecord) -> bool:
+        """Whether a module had the same children in another photograph, the history aside."""
+        mine, theirs = (_without_history(record.tables.get("_modules", {})) for record in (self, other))
+        return list(mine) == list(theirs) and all(map(is_, mine.values(), theirs.values()))
+
+
+def _without_history(children: dict[str, Any]) -> dict[str, Any]:
+    return {name: child for name, child in children.items() if name != fx_private.HISTORY_CHILD}
+
+
+class ModuleTree:
+    """All modules below a module, also under a second path, at one moment."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.paths, self.modules = fx_private.all_modules(root)
+        self._classes = list(map(type, self.modules))
+        attributes = [module.__dict__ for module in self.modules]
+        self._sizes = list(map(len, attributes))
+        self._keys = list(chain.from_iterable(attributes))
+        self._values = list(chain.from_iterable(map(dict.values, attributes)))
+        self._containers = [value for value in self._values if type(value) in KINDS]
+        self._held = Holdings(filter(None, self._containers))
+        self._tables = fx_private.tables_of(attributes)
+        self.tensors = [t for table in chain(*self._tables[:2]) for t in table.values() if t is not None]
+        """The parameters, then the buffers, of all modules in order."""
+        tables = set(map(id, filter(None, chain(*self._tables))))  # these hold no containers
+        self._inside = Holdings(inside(held for held in self._held.live if id(held) not in tables))
+
+    @cached_property
+    def _table_ids(self) -> set[int]:
+        return set(map(id, chain(*self._tables)))
+
+    @cached_property
+    def _former(self) -> dict[int, Any]:
+        return {id(container): copy for container, copy in chain(self._held, self._inside)}
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self._sizes))
+
+    def record(self, place: int) -> ModuleRecord:
+        """One of the modules as it was."""
+        return ModuleRecord(self.modules[place], self._classes[place], dict(self._items(place)), self._former)
+
+    def _items(self, place: int) -> Iterator[tuple[str, Any]]:
+        end = self._ends[place]
+        part = slice(end - self._sizes[place], end)
+        return zip(self._keys[part], self._values[part], strict=True)
+
+    # --- what is no longer as it was ---------------------------------------------------------------------------------
+
+    def written(self) -> set[int]:
+        """The ids of containers that hold something else than they did."""
+        filled = list(filter(None, self._containers))
+        found: set[int] = set()
+        if len(filled) != len(self._held.live) or not all(map(is_, filled, self._held.live)):
+            found = {id(container) for container in filled if id(container) not in self._former}
+        found |= set(map(id, self._held.written()))
+        if self._inside.written():  # in which of them does not matter
+            found |= set(map(id, self._held.live)) - self._table_ids
+        return found
+
+    def beside_tables(self, written: set[int]) -> bool:
+        """Whether any of some containers is not a table."""
+        return bool(written) and not written <= self._table_ids
+
+    def changed_modules(self, written: set[int]) -> dict[str, ModuleRecord]:
+        """Modules as they are now, by path: all that are new there, or not as they were."""
+        touched = self._touched(written)
+        now = {self.paths[place]: ModuleRecord.of(self.modules[place]) for place in touched}
+        before = (self.record(place) for place in touched)
+        if all(map(ModuleRecord.has_children_of, now.values(), before)):
+            return now  # no module came or went
+        known = dict(zip(self.paths, self.modules, strict=True))
+        found = {}
+        for path, module in fx_private.walk_modules(self.root):
+            if known.get(path) is not module:
+                found[path] = ModuleRecord.of(module)
+            elif path in now:
+                found[path] = now[path]
+        return found
+
+    @staticmethod
+    def records_of(root: nn.Module) -> dict[str, ModuleRecord]:
+        """All modules of another root, by path."""
+        return {path: ModuleRecord.of(module) for path, module in fx_private.walk_modules(root)}
+
+    def record_at(self, path: str) -> ModuleRecord | None:
+        """The module that stood at a path, as it was."""
+        place = self._places.get(path)
+        return None if place is None else self.record(place)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {path: place for place, path in enumerate(self.paths)}
+
+    def _touched(self, written: set[int]) -> list[int]:
+        """The places of modules that are not, or may not be, as they were."""
+        if not written and self._has_same_attributes():
+            return [] if self._is_same(0, written) else [0]
+        return [place for place in range(len(self.modules)) if not self._is_same(place, written)]
+
+    def _has_same_attributes(self) -> bool:
+        """Whether all modules have the attributes they had. The root does not count: a graph that was recompiled has
+        left its code there."""
+        first = self._sizes[0]
+        attributes = [module.__dict__ for module in self.modules[1:]]
+        if list(map(len, attributes)) != self._sizes[1:] or list(map(type, self.modules)) != self._classes:
+            return False
+        if list(chain.from_iterable(attributes)) != self._keys[first:]:
+            return False
+        return all(map(is_, chain.from_iterable(map(dict.values, attributes)), self._values[first:]))
+
+    def _is_same(self, place: int, written: set[int]) -> bool:
+        if type(self.modules[place]) is not self._classes[place]:
+            return False
+        before, now = dict(self._items(place)), self.modules[place].__dict__
+        if list(now) != list(before) or not all(map(is_, now.values(), before.values())):
+            return False
+        return not written or written.isdisjoint(map(id, before.values()))
+
+    # --- putting back ------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Put all modules back as they were. Can be called again."""
+        for place in self._touched(self.written()):
+            if type(self.modules[place]) is not self._classes[place]:
+                self.modules[place].__class__ = self._classes[place]
+            fx_private.put_attributes_back(self.modules[place], dict(self._items(place)))
+        former = self._former
+        for container in self._containers:
+            if container and id(container) not in former:
+                container.clear()
+        self._held.restore()
+        self._inside.restore()
