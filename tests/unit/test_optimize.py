@@ -18,7 +18,9 @@ import refold
 from refold.errors import RefoldError
 from refold.executors import Plain, builtin
 from refold.history import history
+from refold.measure import Measurement, Timing
 from refold.optimize import optimize
+from refold.optimizing import reporting, steps
 from refold.transformation import ReversibleTransformation
 
 
@@ -274,3 +276,32 @@ def test_rewrites_that_the_chosen_executor_runs_slower_are_taken_back(monkeypatc
         assert all(torch.equal(a, b) for a, b in zip(fast(x).values(), model(x).values(), strict=True))
     plain = {card.name: card for card in optimize(model, (x,), backend="plain", progress=False).report.steps}
     assert plain["MergeLinears"].status == "kept"
+
+
+class Slowing(ReversibleTransformation):
+    """Computes the same, but takes its time."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        node = next(n for n in graph_module.graph.nodes if n.op == "call_function")
+        with graph_module.graph.inserting_before(node):
+            graph_module.graph.call_function(wait)
+        return graph_module
+
+
+def wait() -> None:
+    time.sleep(0.03)
+
+
+def test_what_is_slower_is_taken_back_even_where_a_call_takes_longer_than_the_time_for_measuring(monkeypatch):
+    monkeypatch.setattr(steps, "_MEASURE_SECONDS", 0.01)
+    x = torch.randn(2, 5, 16)
+    report = optimize(make_model(), (x,), backend="plain", pipeline=[Slowing()], progress=False).report
+    assert report.steps[0].status == "taken back" and "slower" in report.steps[0].note
+
+
+def test_too_few_rounds_tell_nothing():
+    few = Measurement(Timing("a", (1.0, 1.0), 1.0), Timing("b", (1.2, 1.1), 1.0), "cpu", 1)
+    ratio = reporting._ratio(few)
+    assert ratio.low == pytest.approx(1 / 1.2) and ratio.high == 1.0

@@ -64,10 +64,10 @@ def _speedup(choice: Choice) -> data.Ratio | None:
 
 
 def _ratio(measured: Measurement) -> data.Ratio:
-    """The ratio with its interval, or with the extremes where there were too few rounds for an interval."""
+    """The ratio with its interval. Too few rounds for one tell nothing: it then reaches from 1 to the extremes."""
     low, high = measured.interval
     if low == 0 or not math.isfinite(high):
-        low, high = min(measured.ratios), max(measured.ratios)
+        low, high = min(*measured.ratios, 1.0), max(*measured.ratios, 1.0)
     return data.Ratio(measured.ratio, low, high)
 
 
