@@ -34,6 +34,8 @@ class Entry:
 
     group: int
     state: dict[str, Any]
+    misfit: str = ""
+    """The name of a state that does not have the parameter's shape, if there is one."""
 
 
 Entries = dict[str, Entry]
@@ -55,6 +57,8 @@ _POWERS = {
 }
 _SCALE_FREE = {("RMSprop", "momentum_buffer")}
 _NOT_GRADIENTS = {("ASGD", "ax")}
+_MATRIX_WISE = {"Muon"}
+"""Optimizers whose step of one number depends on the whole matrix around it: two in one train otherwise than apart."""
 
 
 @dataclass
@@ -125,8 +129,13 @@ def _entries(optimizer: Optimizer, names: dict[str, torch.Tensor]) -> Entries:
         for parameter in group["params"]:
             if id(parameter) in by_id:
                 state = dict(optimizer.state.get(parameter, {}))
-                found[by_id[id(parameter)]] = Entry(index, state)
+                found[by_id[id(parameter)]] = Entry(index, state, _misfit(parameter, state))
     return found
+
+
+def _misfit(parameter: torch.Tensor, state: dict[str, Any]) -> str:
+    tensors = ((key, value) for key, value in state.items() if _is_like_weight(key, value))
+    return next((key for key, value in tensors if value.shape != parameter.shape), "")
 
 
 def _install(
@@ -167,6 +176,7 @@ def _go_forward(optimizer: Optimizer, record: MapRecord, entries: Entries, after
     values = {role: record.kept.get(role, spec.original.get()) for role, spec in record.specs.items()}
     inherits = {role: {r: given[r] for r in heirs.get(role, ()) if r in given} for role in record.map.targets}
     needed = {role for role, ancestors in inherits.items() if ancestors}
+    _check_elementwise(optimizer, record, given)
     moved = _moved(optimizer, record, given, values, needed, forward=True) if needed else {}
     for role in needed:
         entry = _joint(optimizer, inherits[role], record)
@@ -193,6 +203,7 @@ def _go_back(
     heirs = operation.heirs(frozenset(sources)) or dict.fromkeys(targets, frozenset(sources))
     heir_of = {source: target for target, group in heirs.items() for source in group if target in given}
     needed = set(heir_of) - set(parked)
+    _check_elementwise(optimizer, record, given)
     moved = _moved(optimizer, record, given, values, needed, forward=False) if given else {}
     for role, name in sources.items():
         if role in heir_of and (role in moved or role not in parked):
@@ -227,6 +238,15 @@ def _moved(
     like = {key: next(e.state[key] for e in given.values() if key in e.state).dtype for key in keys}
     whole = set.intersection(*(set(found) for found in by_key.values())) if by_key else set()
     return {role: {key: _own(by_key[key][role], like[key]) for key in keys} for role in whole}
+
+
+def _check_elementwise(optimizer: Optimizer, record: MapRecord, given: Entries) -> None:
+    """Only what an optimizer keeps for each number of a parameter can follow these numbers."""
+    kind = type(optimizer).__name__
+    if kind in _MATRIX_WISE and len(record.map.sources) > 1 and any(entry.state for entry in given.values()):
+        raise _refusal(record, f"{kind} computes with each matrix as a whole")
+    for misfit in (entry.misfit for entry in given.values() if entry.misfit):
+        raise _refusal(record, f"the state {misfit!r} of {kind} does not have the shape of its parameter")
 
 
 def _own(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

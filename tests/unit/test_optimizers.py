@@ -349,3 +349,28 @@ def test_weights_trained_while_a_batch_norm_is_folded_come_back_with_their_momen
     scale = (gm.bn.weight / torch.sqrt(gm.bn.running_var + gm.bn.eps)).detach().reshape(-1, 1, 1, 1)
     assert torch.allclose(optimizer.state[gm.conv.weight]["momentum_buffer"], folded_momentum * scale, rtol=1e-14)
     train(gm, optimizer, range(4, 6), (4, 3, 6, 6))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: torch.optim.Adafactor(p, lr=0.01), "'row_var' of Adafactor does not have the shape"),
+        (
+            lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.01),
+            "Muon computes with each matrix as a whole",
+        ),
+    ],
+)
+@pytest.mark.parametrize("begin_folded", [False, True])
+def test_state_that_is_not_kept_for_each_number_is_refused(make: Make, reason: str, begin_folded: bool) -> None:
+    gm = heads()
+    if begin_folded:
+        refold.MergeLinears()(gm)
+    optimizer = make(list(gm.parameters()))
+    train(gm, optimizer, range(2), (6, 5))
+    code, state = gm.code, copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(OptimizerMismatch, match=reason), carry_optimizer(optimizer, gm):
+        refold.undo(gm) if begin_folded else refold.MergeLinears()(gm)
+    assert gm.code == code and bool(refold.history(gm)) == begin_folded
+    train(gm, optimizer, range(2, 4), (6, 5))
+    assert optimizer.state_dict()["state"].keys() == state["state"].keys()
