@@ -160,6 +160,8 @@ def test_an_argument_written_into_the_graph_cannot_change(manners: Manners) -> N
     captured = trace(manners, IDS, power=2)
     with pytest.raises(InputMismatch, match="'power' was 2 at capture"):
         captured(IDS, power=3)
+    with pytest.raises(InputMismatch, match="'power' was 2 at capture"):
+        captured(IDS)  # the model would take its default, 1
     with pytest.raises(InputMismatch, match="'extra'"):
         captured(IDS, extra={"bias": seeded(4)}, power=2)
     with pytest.raises(InputMismatch, match="ids must be a tensor"):

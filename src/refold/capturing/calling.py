@@ -17,12 +17,23 @@ REQUIRED = inspect.Parameter.empty
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One argument of the model's forward: what it was at capture, and what it is where nobody gives it."""
+    """One argument of the model's forward: what it was at capture, and what it is where nobody gives it.
+
+    ``by_switch``: it was given by capture itself (``use_cache=False``), so nobody needs to give it again.
+    """
 
     name: str
     tree: Tree
     default: Any
     given: bool
+    by_switch: bool = False
+
+    def is_as_captured(self, value: Any) -> bool:
+        """Whether a value that is no tensor is what is written into the graph."""
+        if not isinstance(self.tree, Constant):
+            return False
+        left_out = value is self.default and (self.by_switch or not self.given)
+        return left_out or value is self.tree.value
 
     @property
     def holds_tensors(self) -> bool:
@@ -79,7 +90,8 @@ def bind(
     the caller did not.
     """
     signature = inspect.signature(model.forward)
-    kwargs = dict(kwargs) | {k: v for k, v in switches.items() if k in signature.parameters and k not in kwargs}
+    added = {k: v for k, v in switches.items() if k in signature.parameters and k not in kwargs}
+    kwargs = dict(kwargs) | added
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -94,6 +106,7 @@ def bind(
         found.extend(_arguments_of(parameter, bound.arguments, leaves))
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             positional = max(positional, len(found))
+    found = [dataclasses.replace(argument, by_switch=argument.name in added) for argument in found]
     return Calling(_with_legal_defaults(found), positional), leaves
 
 

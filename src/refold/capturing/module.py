@@ -78,8 +78,7 @@ def _collect(argument: Argument, value: Any, tensors: list[Any]) -> None:
         tree = Constant(value) if isinstance(argument.tree, Constant) else flatten(value, tensors, argument.name)
     except Opaque as opaque:
         raise InputMismatch(f"The captured graph cannot take this argument: {opaque}.") from opaque
-    untouched = isinstance(argument.tree, Constant) and (value is argument.default or value is argument.tree.value)
-    if not untouched and not same_shape(tree, argument.tree):
+    if not argument.is_as_captured(value) and not same_shape(tree, argument.tree):
         was = argument.tree.value if isinstance(argument.tree, Constant) else "of another structure"
         raise InputMismatch(
             f"The argument {argument.name!r} was {was!r} at capture and is written into the graph; it cannot be "
