@@ -57,6 +57,8 @@ _POWERS = {
 }
 _SCALE_FREE = {("RMSprop", "momentum_buffer")}
 _NOT_GRADIENTS = {("ASGD", "ax")}
+_ALL_AT_ONCE = {"LBFGS"}
+"""Optimizers that treat all parameters as one long vector, in the order in which they were given."""
 _MATRIX_WISE = {"Muon"}
 """Optimizers whose step of one number depends on the whole matrix around it: two in one train otherwise than apart."""
 
@@ -172,11 +174,11 @@ def _go_forward(optimizer: Optimizer, record: MapRecord, entries: Entries, after
     given = {role: entries.pop(name) for role, name in record.map.sources.items() if name in entries}
     if not given:
         return
+    _check_elementwise(optimizer, record, given)
     heirs = operation.heirs(frozenset(record.map.sources)) or dict.fromkeys(record.map.targets, frozenset(given))
     values = {role: record.kept.get(role, spec.original.get()) for role, spec in record.specs.items()}
     inherits = {role: {r: given[r] for r in heirs.get(role, ()) if r in given} for role in record.map.targets}
     needed = {role for role, ancestors in inherits.items() if ancestors}
-    _check_elementwise(optimizer, record, given)
     moved = _moved(optimizer, record, given, values, needed, forward=True) if needed else {}
     for role in needed:
         entry = _joint(optimizer, inherits[role], record)
@@ -243,6 +245,8 @@ def _moved(
 def _check_elementwise(optimizer: Optimizer, record: MapRecord, given: Entries) -> None:
     """Only what an optimizer keeps for each number of a parameter can follow these numbers."""
     kind = type(optimizer).__name__
+    if kind in _ALL_AT_ONCE and given:
+        raise _refusal(record, f"{kind} treats all parameters as one vector")
     if kind in _MATRIX_WISE and len(record.map.sources) > 1 and any(entry.state for entry in given.values()):
         raise _refusal(record, f"{kind} computes with each matrix as a whole")
     for misfit in (entry.misfit for entry in given.values() if entry.misfit):

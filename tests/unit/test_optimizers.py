@@ -374,3 +374,14 @@ def test_state_that_is_not_kept_for_each_number_is_refused(make: Make, reason: s
     assert gm.code == code and bool(refold.history(gm)) == begin_folded
     train(gm, optimizer, range(2, 4), (6, 5))
     assert optimizer.state_dict()["state"].keys() == state["state"].keys()
+
+
+def test_an_optimizer_of_one_long_vector_is_refused() -> None:
+    gm = heads()
+    optimizer = torch.optim.LBFGS(gm.parameters())
+    with pytest.raises(OptimizerMismatch, match="LBFGS treats all parameters as one vector"):
+        with carry_optimizer(optimizer, gm):
+            refold.MergeLinears()(gm)
+    assert not refold.history(gm)
+    with carry_optimizer(optimizer, gm):
+        refold.ChangeTrueDivToMulByInverse()(gm)  # what moves no parameter is no concern of it
