@@ -165,9 +165,8 @@ def _repair(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
     heads = vars(config).get("num_attention_heads")
     if heads is not None and vars(config).get("num_key_value_heads") == heads:
         settings["num_key_value_heads"] = settings.get("num_attention_heads", heads)
-    sections = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
-    if sections and "num_attention_heads" in settings and not vars(config).get("head_dim"):
-        settings["hidden_size"] = 2 * sum(sections) * settings["num_attention_heads"]
+    if "mrope_section" in getattr(type(config), "ignore_keys_at_rope_validation", ()):
+        settings["rope_parameters"] = _rotary_axes(config, settings)
     if not settings.get("num_hidden_layers"):
         return settings
     patterns = {
@@ -183,6 +182,19 @@ def _repair(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
         ):  # the first of each kind, so that no kind of layer is lost
             settings[name] = (kinds + list(vars(config)[name]))[: settings["num_hidden_layers"]]
     return settings
+
+
+def _rotary_axes(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions in three axes: their sections must sum up to half of what is rotated of a head."""
+    rope = dict(vars(config).get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0})
+    if any(isinstance(value, dict) for value in rope.values()):  # one for each kind of layer: left as it is
+        return rope
+    width = settings.get("hidden_size", config.hidden_size) // settings.get(
+        "num_attention_heads", config.num_attention_heads
+    )
+    rotated = int((vars(config).get("head_dim") or width) * rope.get("partial_rotary_factor", 1.0))
+    third = rotated // 2 // 3
+    return rope | {"mrope_section": [rotated // 2 - 2 * third, third, third]}
 
 
 def _kinds(pattern: Any) -> list[Any]:
