@@ -15,6 +15,7 @@ from torch import nn
 import refold
 from refold.checkpoints import load_original_state_dict
 from refold.fingerprint import same_bits
+from refold.testing.equivalence import deviations
 from refold.transformations.merge_lora import MergeLora
 
 
@@ -175,17 +176,22 @@ def test_weights_trained_while_merged_come_back() -> None:
     assert torch.equal(gm.layer.weight, merged)
 
 
-def test_gradients_of_the_adapter_come_back() -> None:
-    gm = traced("layer first", torch.float64)
+def test_gradients_of_the_adapter_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Adapted, "forward", lambda self, x: self.combine(self, x))
+    gm = traced("torch.add", torch.float64)
+    numbers = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # whole numbers and a factor of 2: every sum is exact in any order
+        for parameter in gm.parameters():
+            parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=numbers))
     reference = copy.deepcopy(gm)
-    x = torch.randn(5, 24, dtype=torch.float64)
+    x = torch.randint(-3, 4, (5, 24), generator=numbers).double()
     reference(x).square().sum().backward()
     MergeLora()(gm)
     gm(x).square().sum().backward()
     refold.undo(gm)
     for name, parameter in reference.named_parameters():
         found = dict(gm.named_parameters())[name].grad
-        assert found is not None and torch.allclose(found, parameter.grad, rtol=1e-11, atol=1e-13), name
+        assert found is not None and torch.equal(found, parameter.grad) and found.any(), name
 
 
 def test_the_correction_is_small() -> None:
@@ -206,16 +212,16 @@ def test_a_captured_peft_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"], lora_dropout=0.1, init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config).eval()
-    x = torch.randn(3, 8)
+    adapted = peft.get_peft_model(model, config).eval().double()
+    x = torch.randn(3, 8, dtype=torch.float64)
     from refold.capture import trace
 
     gm = trace(adapted, x)
     before = {name: tensor.clone() for name, tensor in gm.state_dict().items()}
-    expected = adapted(x)
+    reference = copy.deepcopy(gm)
     MergeLora()(gm)
     assert len(refold.result(gm).rewritten) == 2
     assert not any("lora" in name for name in gm.state_dict())
-    assert torch.allclose(gm(x), expected, rtol=1e-5, atol=1e-6)
+    assert not list(deviations(reference, gm, (x,)))
     refold.undo(gm)
     assert all(same_bits(tensor, before[name]) for name, tensor in gm.state_dict().items())

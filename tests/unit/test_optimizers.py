@@ -11,6 +11,7 @@ from torch import nn
 
 import refold
 from refold.optimizers import OptimizerMismatch, carry_optimizer
+from refold.testing.equivalence import deviations
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -53,6 +54,9 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(torch.tanh(self.bn(self.conv(x))).mean((2, 3)))
+
+    def forward_without_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.bn(self.conv(x)).mean((2, 3)))
 
 
 def heads() -> torch.fx.GraphModule:
@@ -211,10 +215,31 @@ def test_training_goes_on_bit_for_bit_after_a_fold_by_powers_of_two(kind: str) -
         assert torch.equal(a, b), name
 
 
-def test_gradients_move_both_ways() -> None:
-    gm = normed()
+def exact_numbers(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Small whole numbers, and batch norms whose scale is a power of two: every sum and product is exact in float64, in
+    any order, so gradients can be compared bit for bit."""
+    numbers = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in (*gm.parameters(), *(b for b in gm.buffers() if b.is_floating_point())):
+            tensor.copy_(torch.randint(-3, 4, tensor.shape, generator=numbers))
+        for module in gm.modules():
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                module.eps = 2.0**-10
+                powers = torch.randint(-1, 2, module.weight.shape, generator=numbers).double()
+                module.running_var.copy_(4.0**powers - module.eps)
+                module.weight.copy_(2.0 ** powers.flip(0))
+    return gm
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(2)).double()
+
+
+def test_gradients_move_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Normed, "forward", Normed.forward_without_tanh)
+    gm = exact_numbers(normed())
     reference = copy.deepcopy(gm)
-    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    x = whole(4, 3, 6, 6)
     for module in (gm, reference):
         module(x).square().sum().backward()
     wanted = {n: p.grad.clone() for n, p in reference.named_parameters() if p.grad is not None}
@@ -224,26 +249,20 @@ def test_gradients_move_both_ways() -> None:
     folded(x).square().sum().backward()
     for (name, a), (_, b) in zip(gm.named_parameters(), folded.named_parameters(), strict=True):
         assert a.grad is not None and b.grad is not None
-        assert torch.allclose(a.grad, b.grad, rtol=1e-10, atol=1e-12 * float(b.grad.abs().max())), name
+        assert torch.equal(a.grad, b.grad) and b.grad.any(), name
     refold.undo(folded)
     for name, parameter in folded.named_parameters():
         assert parameter.grad is not None, name
-        size = float(wanted[name].abs().max())
-        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-10, atol=1e-12 * size), name
+        assert torch.equal(parameter.grad, wanted[name]), name
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradients_through_a_batch_norm_before_a_linear_layer(bias: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3, bias=bias)).double().eval()
-    with torch.no_grad():
-        model[0].running_mean.normal_()
-        model[0].running_var.uniform_(0.5, 2)
-        model[0].weight.normal_()
-        model[0].bias.normal_()
-    gm = torch.fx.symbolic_trace(model)
+    gm = exact_numbers(torch.fx.symbolic_trace(model))
     reference = copy.deepcopy(gm)
-    x = torch.randn(4, 5, dtype=torch.float64)
+    x = whole(4, 5)
     reference(x).square().sum().backward()
     refold.FuseBatchNorm1dInLinear()(gm)
     assert refold.history(gm)
@@ -252,7 +271,7 @@ def test_gradients_through_a_batch_norm_before_a_linear_layer(bias: bool) -> Non
     wanted = dict(reference.named_parameters())
     for name, parameter in gm.named_parameters():
         assert parameter.grad is not None, name
-        assert torch.allclose(parameter.grad, wanted[name].grad, rtol=1e-10, atol=1e-12), name
+        assert torch.equal(parameter.grad, wanted[name].grad) and parameter.grad.any(), name
 
 
 def test_groups_with_different_settings_are_refused_and_nothing_changes() -> None:
@@ -342,12 +361,12 @@ def test_weights_trained_while_a_batch_norm_is_folded_come_back_with_their_momen
         refold.FuseBatchNorm2dInConv2d()(gm)
     train(gm, optimizer, range(2, 4), (4, 3, 6, 6))
     x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
-    folded_output, folded_momentum = gm(x).detach(), optimizer.state[gm.conv.weight]["momentum_buffer"].clone()
+    folded, folded_momentum = copy.deepcopy(gm), optimizer.state[gm.conv.weight]["momentum_buffer"].clone()
     with carry_optimizer(optimizer, gm):
         refold.undo(gm)
-    assert torch.allclose(gm(x), folded_output, rtol=1e-12, atol=1e-13)
+    assert not list(deviations(gm, folded, (x,)))
     scale = (gm.bn.weight / torch.sqrt(gm.bn.running_var + gm.bn.eps)).detach().reshape(-1, 1, 1, 1)
-    assert torch.allclose(optimizer.state[gm.conv.weight]["momentum_buffer"], folded_momentum * scale, rtol=1e-14)
+    assert torch.equal(optimizer.state[gm.conv.weight]["momentum_buffer"], folded_momentum * scale)
     train(gm, optimizer, range(4, 6), (4, 3, 6, 6))
 
 
