@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import refold
 from refold.capture import (
     capture_report,
     captured_parts,
@@ -25,6 +26,7 @@ from refold.capture import (
 )
 from refold.capturing.errors import BakedIn, CaptureError, InputMismatch, NeedsInputs
 from refold.errors import RefoldError
+from refold.verify import verify_last
 
 
 def seeded(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -394,6 +396,18 @@ class NormAct(nn.BatchNorm2d):
         return nn.functional.relu(super().forward(x))
 
 
+class HoldsItsActivation(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: the activation is a child of the norm."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.drop = nn.Identity()
+        self.act = nn.Hardswish()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.drop(super().forward(x)))
+
+
 class Standardized(nn.Conv2d):
     """A subclass whose op does not read its own weight as it is: no twin for it."""
 
@@ -422,6 +436,30 @@ def test_twins_take_the_base_op_of_a_subclass() -> None:
     assert list(captured.state_dict()) == list(embedding.state_dict())
     with torch.no_grad():
         assert torch.equal(captured(IDS), embedding(IDS))
+
+
+def test_a_norm_that_holds_its_activation_is_split_folded_and_restored(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), HoldsItsActivation(4), nn.Conv2d(4, 2, 1)).eval()
+    model[1].running_mean.normal_()
+    reference, x = copy.deepcopy(model), seeded(2, 3, 5, 5)
+    captured = trace(model, x)
+    assert capture_report(captured).twins == ("1",)
+    twin = captured.get_submodule("1")
+    assert type(twin) is nn.BatchNorm2d and twin.weight is model[1].weight and not list(twin.children())
+    assert [r.path for r in capture_report(captured).refused] == ["1.act"]
+    assert list(captured.state_dict()) == list(model.state_dict())
+    code = captured.code
+
+    refold.FuseBatchNorm2dInConv2d()(captured)
+    assert targets(captured.graph, "call_module") == ["0", "2"]
+    with torch.no_grad():
+        assert verify_last(captured, (x,))
+    refold.save(captured, tmp_path / "folded")
+    loaded = refold.load(tmp_path / "folded", graph_module=trace(copy.deepcopy(reference), x))
+    for graph in (captured, loaded):
+        refold.undo(graph)
+        with torch.no_grad():
+            assert graph.code == code and torch.equal(graph(x), reference(x))
 
 
 class Regions(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,13 +42,28 @@ def is_leaf(module: nn.Module) -> bool:
     return own_class and next(module.children(), None) is None
 
 
-def raise_modules(graph: fx.Graph, model: nn.Module) -> Raised:
-    """Replace the nodes of every leaf call by one call_module, in one pass over the graph."""
+def raise_modules(graph: fx.Graph, model: nn.Module, split: Collection[str] = ()) -> Raised:
+    """Replace the nodes of every leaf call by one call_module, in one pass over the graph.
+
+    What modules that were ``split`` into a twin and the rest hold belongs to that rest.
+    """
     raised = Raised()
     names = names_of_tensors(model)
     for (_call, path), nodes in calls_of(graph, model, is_leaf).items():
+        if any(above in split for above in _above(path)):
+            raised.refused.append(
+                Refusal(path, type(model.get_submodule(path)).__name__, "it is held by a module that was split")
+            )
+            continue
         _raise_call(graph, model.get_submodule(path), path, nodes, names, raised)
     return raised
+
+
+def _above(path: str) -> Iterator[str]:
+    """The paths of the modules that hold this one."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def names_of_tensors(model: nn.Module) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Twins: a subclass that does its base's op and something more gives that one op to a plain module over its parameters.
 
-timm's BatchNormAct2d is a BatchNorm2d followed by an activation; Gemma's embedding is an Embedding times a scale. The
-op becomes a call of a module of the base class that shares the parameters; everything else stays as it is.
+timm's BatchNormAct2d is a BatchNorm2d that holds its activation; Gemma's embedding is an Embedding times a scale. The
+op becomes a call of a module of the base class that shares the parameters; everything else stays as it is. The twin
+holds no other modules, so that a rewrite can take it out of the graph alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ _OPS: dict[type[nn.Module], Any] = {
 def base_of(module: nn.Module) -> type[nn.Module] | None:
     """The torch.nn class that a subclass extends; None for the class itself and for everything else."""
     base = next((c for c in type(module).__mro__ if c in _OPS), None)
-    return None if base is type(module) or next(module.children(), None) is not None else base
+    return None if base is type(module) or not _stateless_inside(module) else base
+
+
+def _stateless_inside(module: nn.Module) -> bool:
+    """Whether the modules it holds, if any, hold no tensors: those must keep their names."""
+    return not any(True for child in module.children() for _ in (*child.parameters(), *child.buffers()))
 
 
 def raise_twins(graph: fx.Graph, model: nn.Module) -> dict[str, nn.Module]:
@@ -109,4 +115,6 @@ def _twin_of(module: nn.Module, base: type[nn.Module]) -> nn.Module:
     """A module of the base class with the same settings and the same parameter and buffer objects, no copies."""
     twin = base.__new__(base)
     twin.__dict__ = {k: v.copy() if isinstance(v, (dict, set)) else v for k, v in vars(module).items()}
+    for name, _ in module.named_children():
+        delattr(twin, name)
     return twin
