@@ -62,6 +62,28 @@ def test_a_loop_over_the_experts_that_are_hit_runs_over_all(skip_empty: bool) ->
     assert len(hit) < 5, "the last example must leave some experts without tokens"
 
 
+class PackedExperts(nn.Module):
+    """Experts over packed images: a grid that is fixed and a loop that is opened, in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, ids: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        x = self.experts(ids)
+        return torch.stack([part.sum(0) if len(part) > 4 else part.mean(0) for part in x.split(grid.prod(-1).tolist())])
+
+
+def test_fixing_and_opening_go_together() -> None:
+    model = PackedExperts().eval()
+    reference, grid = copy.deepcopy(model), torch.tensor([[4, 2], [2, 2]])
+    captured = trace(model, tokens(2, 6), grid)
+    notes = str(capture_report(captured))
+    assert "grid is fixed" in notes and "a loop over" in notes
+    with torch.no_grad():
+        assert torch.equal(captured(torch.full((2, 6), 3), grid), reference(torch.full((2, 6), 3), grid))
+
+
 class CountsTheHit(Experts):
     """Here elements that are not hit do change the result, so the loop must not be opened."""
 

@@ -170,7 +170,7 @@ class _Work:
         captured = assemble(plain.graph, self.model, plain.constants, twins)
         clock.lap("raise")
         rules = rules_of(exported, self.calling.leaf_names(), self.leaves).that_allow(self.leaves)
-        trials = prove(self.model, captured, self.calling, self.leaves, rules, few=bool(values and values.opened))
+        trials = prove(self.model, captured, self.calling, self.leaves, rules, self._few(values))
         clock.lap("verify")
         rules = rules.pinned(trials.proven)
         report = CaptureReport(
@@ -213,6 +213,12 @@ class _Work:
                 makes_indices = makes_indices or not values.needed
                 known |= {source: values.real[source].detach().clone() for source in values.needed}
 
+    def _few(self, values: KnownValues | None) -> list[torch.Tensor] | None:
+        """The example with equal tokens, where selections were opened; what is fixed stays as it is."""
+        if values is None or not values.opened:
+            return None
+        return [leaf if i in values.known else all_equal(leaf) for i, leaf in enumerate(self.leaves)]
+
     def _notes(self, exported: Exported, values: KnownValues | None) -> list[str]:
         notes = [f"captured with {switch}, put back afterwards" for switch in self.changed]
         if values is not None:
@@ -240,19 +246,19 @@ def prove(
     calling: Calling,
     leaves: Sequence[torch.Tensor],
     rules: SizeRules,
-    few: bool = False,
+    few: Sequence[torch.Tensor] | None = None,
 ) -> Trials:
     """Compare on the example (a difference throws the graph away), then on other sizes.
 
-    ``few``: compare on an example of equal tokens first, where a selection among many finds only few.
+    ``few``: another example to compare on, where a selection among many finds only few.
     """
     outcome = compare(model, captured, calling, leaves)
     if outcome.eager_failed:
         raise CaptureError(f"{type(model).__name__} does not run on the example inputs: {outcome.why}")
     if outcome.why:
         raise CaptureMismatch(f"the captured graph is not the model: {outcome.why}")
-    if few:
-        outcome = compare(model, captured, calling, [all_equal(leaf) for leaf in leaves])
+    if few is not None:
+        outcome = compare(model, captured, calling, few)
         if outcome.why and not outcome.eager_failed:
             raise CaptureMismatch(f"the captured graph is not the model where all inputs are equal: {outcome.why}")
     return try_sizes(lambda resized: compare(model, captured, calling, resized), rules, leaves)
