@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from refold import fx_private
-from refold.executors import Signature, UnsupportedInput
+from refold.executors import Runner, Signature, UnsupportedInput
 from refold.history import history, undo
 from refold.report.data import Report
 from refold.weights import Concatenate
@@ -68,14 +68,17 @@ class OptimizedModule(nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.original.training:
             return self._fall_back("the model is in training mode", args, kwargs)
-        variant, reason = self._find(args, kwargs)
-        if variant is None:
-            return self._fall_back(reason, args, kwargs)
+        found = self._find(args, kwargs)
+        if isinstance(found, str):
+            return self._fall_back(found, args, kwargs)
+        variant, tensors = found
         with torch.no_grad():
+            if isinstance(variant.run, Runner):  # it would check the input once more
+                return variant.run.run(tensors)
             return variant.run(*args, **kwargs)
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant | None, str]:
-        """The variant for a call, or why there is none."""
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, list[torch.Tensor]] | str:
+        """The variant for a call and the tensors among its arguments, or why there is none."""
         reason = "it was restored"
         for variant in self.variants:
             try:
@@ -84,16 +87,16 @@ class OptimizedModule(nn.Module):
                 reason = str(unsupported)
                 continue
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-                return None, "gradients of an input are asked for"
+                return "gradients of an input are asked for"
             if not variant.shares_weights and self._current_versions() != self._versions:
-                return None, "weights of the original were changed since it was optimized"
-            return variant, ""
-        if self._reoptimize is not None and self.variants:
-            variant = self._reoptimize(args, kwargs)
-            self.variants.append(variant)
-            self._note(f"optimized again for another input: {reason}")
-            return variant, ""
-        return None, reason
+                return "weights of the original were changed since it was optimized"
+            return variant, tensors
+        if self._reoptimize is None or not self.variants:
+            return reason
+        variant = self._reoptimize(args, kwargs)
+        self.variants.append(variant)
+        self._note(f"optimized again for another input: {reason}")
+        return variant, variant.signature.tensors(args, kwargs)
 
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._note(f"ran the original: {reason}")
