@@ -11,25 +11,9 @@ MODELS = (
     *("mobilenetv2_100", "mobilenetv3_small_100", "mobilenetv4_conv_small", "mnasnet_100", "ghostnet_100", "lcnet_100"),
     *("rexnet_100", "mobileone_s0", "fastvit_t8", "edgenext_xx_small", "mobilevit_xxs", "nf_resnet26", "convnext_atto"),
     *("convnextv2_atto", "poolformer_s12", "vit_tiny_patch16_224", "deit_tiny_patch16_224", "levit_128s", "pit_ti_224"),
-    *("swin_tiny_patch4_window7_224", "maxvit_nano_rw_256", "coatnet_nano_rw_224", "cait_xxs24_224"),
-    *(
-        "xcit_nano_12_p16_224",
-        "efficientformer_l1",
-        "pvt_v2_b0",
-        "twins_svt_small",
-        "convit_tiny",
-        "visformer_tiny",
-        "mixer_s32_224",
-    ),
-    *(
-        "visformer_tiny",
-        "mixer_s32_224",
-        "gmlp_s16_224",
-        "resmlp_12_224",
-        "focalnet_tiny_srf",
-        "davit_tiny",
-        "tiny_vit_5m_224",
-    ),
+    *("swin_tiny_patch4_window7_224", "maxvit_nano_rw_256", "coatnet_nano_rw_224", "cait_xxs24_224", "davit_tiny"),
+    *("xcit_nano_12_p16_224", "efficientformer_l1", "pvt_v2_b0", "twins_svt_small", "convit_tiny", "visformer_tiny"),
+    *("mixer_s32_224", "gmlp_s16_224", "resmlp_12_224", "focalnet_tiny_srf", "tiny_vit_5m_224"),
 )
 
 
