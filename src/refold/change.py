@@ -56,10 +56,12 @@ class Change:
 
     @property
     def writes(self) -> frozenset[str]:
-        """Nodes ("%name") and module entries (paths) that this change made, removed, changed or moved."""
+        """Nodes ("%name"), module entries (paths) and attributes of the module itself ("@name") that this change made,
+        removed, changed or moved."""
         nodes = {f"%{n}" for n in (*self.created, *self.erased, *self.changed, *self.moved)}
         entries = {join_path(path, k) for (path, _), t in self.tables.items() for k in (*t.before, *t.added)}
-        return frozenset(nodes | entries | {path for path in self.attributes if path} | set(self.trainable))
+        attributes = {path for path in self.attributes if path} | {f"@{name}" for name in self.attributes.get("", ())}
+        return frozenset(nodes | entries | attributes | set(self.trainable))
 
     @property
     def reads(self) -> frozenset[str]:

@@ -149,8 +149,10 @@ def undo(gm: GraphModule, n: int | None = 1, *, weights: str = "carry", lint_and
     wanted = len(past) if n is None else n
     if not past:
         raise NothingToUndo("this module carries no changes: it was never transformed, or its history was committed.")
-    if not 1 <= wanted <= len(past):
-        raise NothingToUndo(f"{n} changes cannot be undone: the module carries {len(past)}.")
+    if not isinstance(wanted, int) or not 1 <= wanted <= len(past):
+        raise NothingToUndo(
+            f"{n!r} changes cannot be undone: the module carries {len(past)} (None undoes all of them)."
+        )
     chosen = list(range(len(past) - 1, len(past) - 1 - wanted, -1))
     return undo_chosen(gm, chosen, weights=weights, lint_and_recompile=lint_and_recompile)
 

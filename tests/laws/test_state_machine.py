@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from typing import Any
 
@@ -54,6 +55,14 @@ class RawEdit(Transformation):
             last.replace_all_uses_with(twin, delete_user_cb=lambda user: user is not twin)
         elif self.kind == "attribute":
             graph_module.note = len(refold.history(graph_module))
+        elif self.kind == "rename":
+            last.name = f"renamed_{len(refold.history(graph_module))}"
+        elif self.kind == "container":
+            module = graph_module.get_submodule(next((n.target for n in calls if n.op == "call_module"), ""))
+            module.__dict__.setdefault("notes", []).append(len(refold.history(graph_module)))
+        elif self.kind == "freeze":
+            parameter = next(iter(graph_module.parameters()))
+            parameter.requires_grad_(not parameter.requires_grad)
         elif self.kind == "order":
             fetches = [n for n in graph.nodes if n.op == "get_attr"]
             if fetches:
@@ -68,7 +77,8 @@ REWRITES: dict[str, Transformation] = {
     "convolution": FuseBatchNorm2dInConv2d(),
     "norm": FuseBatchNorm1dInLinear(keep="original"),
 }
-RAW = ["insert", "target", "erase", "module", "attribute", "order"]
+RAW = ["insert", "target", "erase", "module", "attribute", "rename", "container", "freeze", "order"]
+DEEP = bool(os.environ.get("REFOLD_DEEP"))  # for an hour's run by hand
 
 
 class Anything(RuleBasedStateMachine):
@@ -161,5 +171,8 @@ class Anything(RuleBasedStateMachine):
 
 TestAnything = Anything.TestCase
 TestAnything.settings = settings(
-    max_examples=15, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150 if DEEP else 15,
+    stateful_step_count=14 if DEEP else 8,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )

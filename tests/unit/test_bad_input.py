@@ -231,3 +231,13 @@ def test_mark_as_restored_of_a_node_that_was_not_marked() -> None:
     t.mark_as_restored(node)
     assert not t.transformed(node)
     assert node not in t.get_transformed_nodes(gm)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2, 1.5, "all"])
+def test_a_number_of_changes_that_is_none(n: object) -> None:
+    gm = attention()
+    MergeLinears()(gm)
+    before = Portrait.of(gm)
+    with pytest.raises(refold.NothingToUndo, match=r"cannot be undone: the module carries 1 \(None undoes all"):
+        refold.undo(gm, n)  # type: ignore[arg-type]
+    assert unchanged(before, gm) and len(refold.history(gm)) == 1

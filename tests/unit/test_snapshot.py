@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 import refold
+from refold.history import undo_chosen
 from refold.module_tree import ModuleRecord, ModuleTree
 from refold.snapshot import MISSING, Snapshot, same_value
 from refold.testing import Portrait, models
@@ -255,3 +256,16 @@ def test_missing_survives_pickling() -> None:
     import pickle
 
     assert pickle.loads(pickle.dumps(MISSING)) is MISSING
+
+
+def test_two_edits_of_one_attribute_are_undone_in_order_only() -> None:
+    gm = attention()
+    first, second, beside = (Edit(lambda gm, n=n, v=v: setattr(gm, n, v)) for n, v in [("a", 1), ("a", 2), ("b", 1)])
+    for edit in (first, beside, second):
+        edit(gm)
+    with pytest.raises(refold.OutOfOrder):
+        undo_chosen(gm, [0])
+    undo_chosen(gm, [1])
+    assert not hasattr(gm, "b") and gm.a == 2
+    undo_chosen(gm, [1, 0])
+    assert not hasattr(gm, "a")

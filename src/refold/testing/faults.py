@@ -32,10 +32,14 @@ class _Lines:
         self.at = at
         self.error = error
         self.seen: list[Line] = []
+        self._files: dict[str, bool] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "call":
-            return self if self.watched(frame.f_code) else None
+        if event == "call":  # of every function of torch, too: it must be quick
+            name = frame.f_code.co_filename
+            if name not in self._files:
+                self._files[name] = self.watched(frame.f_code)
+            return self if self._files[name] else None
         if event != "line":
             return self
         self.seen.append((frame.f_code.co_filename, frame.f_lineno))
