@@ -61,8 +61,8 @@ class RawEdit(Transformation):
             module = graph_module.get_submodule(next((n.target for n in calls if n.op == "call_module"), ""))
             module.__dict__.setdefault("notes", []).append(len(refold.history(graph_module)))
         elif self.kind == "freeze":
-            parameter = next(iter(graph_module.parameters()))
-            parameter.requires_grad_(not parameter.requires_grad)
+            for parameter in [*graph_module.parameters()][:1]:
+                parameter.requires_grad_(not parameter.requires_grad)
         elif self.kind == "order":
             fetches = [n for n in graph.nodes if n.op == "get_attr"]
             if fetches:
