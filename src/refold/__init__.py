@@ -42,6 +42,7 @@ from refold.transformations.fuse_bias_in_linear import FuseBiasInLinear
 from refold.transformations.merge_convolutions import MergeConvolutions
 from refold.transformations.merge_linears import MergeLinears
 from refold.transformations.merge_lora import MergeLora
+from refold.transformations.pool_by_mean import PoolByMean
 from refold.transformations.remove_no_ops import RemoveNoOps
 from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
 from refold.verify import Verification, verify
@@ -69,6 +70,7 @@ __all__ = [
     "NotATransformation",
     "NothingToUndo",
     "OutOfOrder",
+    "PoolByMean",
     "RefoldError",
     "RemoveNoOps",
     "Result",

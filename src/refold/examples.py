@@ -306,3 +306,19 @@ def images() -> Example:
 def exported_images() -> Example:
     """The same as ATen operators."""
     return exported(images())
+
+
+class Pooled(nn.Module):
+    """A pool with a window larger than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.AvgPool2d(9, ceil_mode=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pool(x.sin()).flatten(1)
+
+
+def pooled() -> Example:
+    """A pool with a window larger than its input, captured for that input."""
+    return exported(seeded(lambda: (Pooled(), (torch.randn(2, 3, 5, 4),))))

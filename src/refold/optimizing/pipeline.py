@@ -13,6 +13,7 @@ from refold.transformations.fold_constants import FoldConstants
 from refold.transformations.fuse_attention import FuseAttention
 from refold.transformations.merge_convolutions import MergeConvolutions
 from refold.transformations.merge_linears import MergeLinears
+from refold.transformations.pool_by_mean import PoolByMean
 from refold.transformations.remove_no_ops import RemoveNoOps
 from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
 
@@ -35,6 +36,7 @@ def default_pipeline(level: str = "default") -> tuple[Transformation, ...]:
         EliminateCommonSubexpressions(),
         FoldConstants(),
         FoldBatchNorm(),
+        PoolByMean(),
         MergeLinears(),
         MergeConvolutions(),
         ChannelsLast(),
