@@ -91,6 +91,31 @@ def series(past: int = 15, lags: int = 7, future: int = 4, **settings: Any) -> R
     )
 
 
+_IMAGE = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 13}
+
+
+def _with_image(before: int = 2, tokens: int = 4) -> Mapping[str, Maker | None]:
+    """A text with one image of 4 x 4 patches in each row: ids, patches, grids, and which tokens are the image's."""
+
+    def ids(d: DummyInputs) -> torch.Tensor:
+        text = d.tokens() % 50 + 20
+        text[:, before : before + tokens] = 10
+        return text
+
+    def kinds(d: DummyInputs) -> torch.Tensor:
+        return (ids(d) == 10).int()
+
+    def patches(d: DummyInputs) -> torch.Tensor:
+        vision = d.config.vision_config
+        channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+        return d.floats(16 * d.batch, channels * vision.temporal_patch_size * vision.patch_size**2)
+
+    def grid(d: DummyInputs) -> torch.Tensor:
+        return torch.tensor([[1, 4, 4]] * d.batch)
+
+    return {"input_ids": ids, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+
+
 _TIMM = "a container for models of timm"
 _TEXT = {"input_ids": None, "attention_mask": None}
 
@@ -159,10 +184,10 @@ RECIPES: dict[str, Recipe] = {
         },
         {"input_ids": None, "attention_mask": None, "input_features": floats(1, 60, 16)},
     ),
-    "qwen2_vl": Recipe({"text_config.rope_parameters": _mrope()}, _TEXT),
+    "qwen2_vl": Recipe({**_IMAGE, "vision_config.hidden_size": 32, "vision_config.embed_dim": 32}, _with_image()),
     "qwen2_vl_text": Recipe({"rope_parameters": _mrope()}, _TEXT),
-    "qwen2_5_vl": Recipe({"text_config.rope_parameters": _mrope()}, _TEXT),
-    "glm4v": Recipe({"text_config.rope_parameters": _mrope()}, _TEXT),
+    "qwen2_5_vl": Recipe({**_IMAGE, "vision_config.out_hidden_size": 32}, _with_image()),
+    "glm4v": Recipe({**_IMAGE, "vision_config.out_hidden_size": 32}, _with_image()),
     "glm46v": Recipe({"text_config.rope_parameters": _mrope()}, _TEXT),
     "glm_image": Recipe({"text_config.rope_parameters": _mrope()}, _TEXT),
     "glm4v_moe_text": Recipe({"rope_parameters": _mrope()}, _TEXT),
@@ -251,11 +276,11 @@ RECIPES: dict[str, Recipe] = {
     "sam2_hiera_det_model": Recipe(
         {
             "image_size": [64, 64],
-            "blocks_per_stage": [1, 1, 1, 1],
+            "blocks_per_stage": [1, 1, 2, 1],
             "embed_dim_per_stage": [8, 16, 32, 64],
             "num_attention_heads_per_stage": [1, 1, 2, 2],
-            "window_size_per_stage": [4, 2, 2, 2],
-            "global_attention_blocks": [2],
+            "window_size_per_stage": [8, 4, 4, 4],
+            "global_attention_blocks": [3],
             "hidden_size": 8,
             "window_positional_embedding_background_size": [4, 4],
         },

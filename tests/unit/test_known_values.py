@@ -110,10 +110,11 @@ class Windows(nn.Module):
     def forward(self, patches: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         x = self.project(patches)
         cuts = torch.cat([grid.new_zeros(1), grid.prod(-1).cumsum(0)])
-        parts = []
+        parts, seen = [], grid[0, 0] * 0
         for i, (height, width) in enumerate(grid.tolist()):
             part = x[cuts[i] : cuts[i + 1]].view(height, width, 4)
-            parts.append(part.mean((0, 1)) if height > 2 else part.sum((0, 1)))
+            parts.append((part.mean((0, 1)) if height > 2 else part.sum((0, 1))) + seen)
+            seen += height  # in place: what was added before must not change
         return torch.stack(parts)
 
 

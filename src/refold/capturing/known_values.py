@@ -87,10 +87,13 @@ class KnownValues(TorchFunctionMode):
         if self._computable(func, tensors, args, kwargs):
             with _disable_current_modes():
                 return _mark(func(*args, **kwargs), sources, known=True)
+        if func is torch.tensor and tensors and all(t.dim() == 0 for t in tensors) and len(tensors) == len(args[0]):
+            return torch.stack(tensors).to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
         if func is _T.unbind and _OF in vars(args[0]):  # what a for loop calls
             return self._all_of(args[0])
         if func in _ASKS or len(tensors) > _ASKS_FOR_SIZES.get(func, len(tensors)):
             self._ask(sources)
+        args, kwargs = _frozen(args), _frozen(kwargs)
         return self._open(func, args, _mark(func(*args, **kwargs), sources, known=False))
 
     def _with_known_buffers(self, value: Any) -> Any:
@@ -200,6 +203,18 @@ def _plain_values(value: Any) -> Iterator[Any]:
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     return (v for v in _plain_values(value) if isinstance(v, torch.Tensor))
+
+
+def _frozen(value: Any) -> Any:
+    """The same with copies of what is known: they become constants of the graph, and the model may write to its own."""
+    if isinstance(value, torch.Tensor) and _KNOWN in vars(value):
+        with _disable_current_modes():
+            return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(map(_frozen, value))
+    if type(value) is dict:
+        return {k: _frozen(v) for k, v in value.items()}
+    return value
 
 
 def _mark(result: Any, sources: Any, known: bool) -> Any:

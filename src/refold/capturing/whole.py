@@ -208,7 +208,8 @@ class _Work:
                     shapes = without_dims(plan.shapes, known)
                     return export(self.model, self.calling, plan.example, shapes, values), values
             except Exception as error:
-                if values is None or not (values.needed or (steered_by_values(error) and not makes_indices)):
+                again = values is not None and not makes_indices and (bool(known) or steered_by_values(error))
+                if values is None or not (values.needed or again):
                     raise
                 makes_indices = makes_indices or not values.needed
                 known |= {source: values.real[source].detach().clone() for source in values.needed}
