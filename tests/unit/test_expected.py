@@ -133,6 +133,18 @@ def test_what_pickling_did_is_taken_back() -> None:
     assert not [name for name in vars(read) if name.startswith("_tensor_constant")]
 
 
+def test_the_same_edit_made_by_hand_is_an_edit() -> None:
+    """Only a module that was pickled is given the benefit of the doubt."""
+    gm = with_early_fetch()
+    expected = ExpectedGraph(gm.graph)
+    again = fx_private.retrace_as_pickle_does(gm)
+    for name, tensor in again.named_buffers():
+        gm.register_buffer(name, tensor)
+    gm.graph = again.graph
+    with pytest.raises(GraphEdited):
+        expected.check(gm)
+
+
 def test_an_edit_after_pickling_is_no_pickling() -> None:
     expected, read = states(with_early_fetch())["pickle"]
     call = next(n for n in read.graph.nodes if n.op == "call_module")
