@@ -14,7 +14,7 @@ import torch
 from refold.fingerprint import flat_bytes, raw_bytes
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 5 << 10
+_PIECE = 5 << 12
 _PLACES = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)
 
 
@@ -59,7 +59,7 @@ class ResidueCoder:
             far = (delta < -1) | (delta > 1)
             if bool(far.any()):
                 self._far.append(far.nonzero().reshape(-1) + self._place)
-            self._code(torch.where(far, torch.zeros_like(delta), delta).to(torch.int8))
+            self._code(delta.to(torch.int8).masked_fill_(far, 0))
             self._place = stop
 
     def _code(self, symbols: torch.Tensor, *, last: bool = False) -> None:

@@ -85,7 +85,7 @@ class Operation(ABC):
             raise ValueError(f"{cls.__name__} does not have these settings: {error}") from None
 
 
-_PIECE = 1 << 12
+_PIECE = 1 << 14
 """The numbers of a weight that are computed with at a time: float64 needs twice the memory of the weight itself."""
 
 
@@ -117,7 +117,7 @@ def multiplied(part: torch.Tensor, vector: torch.Tensor, axis: int, rows: slice)
 def divided(part: torch.Tensor, vector: torch.Tensor, axis: int, rows: slice) -> torch.Tensor:
     """Some rows of a weight divided by a vector along an axis; 0 where the vector is 0."""
     factor = rows_along(vector, axis, part, rows)
-    return torch.where(factor == 0, torch.zeros_like(part), part / factor)
+    return (part / factor).masked_fill_(factor == 0, 0)
 
 
 def along(vector: torch.Tensor, axis: int, like: torch.Tensor) -> torch.Tensor:
