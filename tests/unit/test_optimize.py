@@ -301,6 +301,17 @@ def test_what_is_slower_is_taken_back_even_where_a_call_takes_longer_than_the_ti
     assert report.steps[0].status == "taken back" and "slower" in report.steps[0].note
 
 
+def test_a_slow_call_leaves_time_for_the_other_steps():
+    x = torch.randn(2, 5, 16)
+    gm = refold.trace(make_model(), x, dynamic=False)
+    with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
+        gm.graph.call_function(wait)
+    gm.recompile()
+    report = optimize(gm, (x,), backend="plain", time_budget=2.0, progress=False).report
+    kept = [card for card in report.steps if card.status == "kept"]
+    assert kept and all(card.gain is None for card in kept)
+
+
 def test_too_few_rounds_tell_nothing():
     few = Measurement(Timing("a", (1.0, 1.0), 1.0), Timing("b", (1.2, 1.1), 1.0), "cpu", 1)
     ratio = reporting._ratio(few)

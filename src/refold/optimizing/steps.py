@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from refold.clock import bind, device_of, seconds_of
 from refold.errors import RefoldError
 from refold.executors import executors
 from refold.executors.tree import flatten
@@ -24,6 +25,8 @@ from refold.verify import Verification, verify_last
 
 _MEASURE_SECONDS = 2.0
 _REWRITING_SHARE = 0.5  # of a time budget; the rest is for choosing how to run the result
+_STEP_SHARE = 0.1  # of what is left, for measuring one step
+_FEWEST_CALLS = 8  # of a measurement: two to warm up and two rounds, of both versions
 
 
 @dataclass(frozen=True)
@@ -96,16 +99,24 @@ def _bit_identical(before: GraphModule, after: GraphModule, inputs: Inputs) -> b
 
 
 def _measured(before: GraphModule, after: GraphModule, inputs: Inputs, budget: Budget) -> Measurement | None:
-    """Both versions in turn; None where there is no time left to tell."""
+    """Both versions in turn; None where there is no time to tell, so that one step does not use up that of all others
+    (the choice of an executor then measures what they gain together)."""
     if budget.used > _REWRITING_SHARE:
         return None
     seconds = budget.share(0.05, _MEASURE_SECONDS)
     a, b = _replayed(before, inputs), _replayed(after, inputs)
+    if _FEWEST_CALLS * _seconds_of_a_call(b, inputs) > budget.left * _STEP_SHARE:
+        return None
     found = measure(a, b, inputs, time_budget=seconds, memory=False)
     enough = rounds_needed(found.confidence)
     if len(found.ratios) < enough and max(found.ratios) < 1 and budget.used <= _REWRITING_SHARE:
         found = measure(a, b, inputs, repeats=enough, memory=False)  # it looks slower: be sure, however long a call is
     return found
+
+
+def _seconds_of_a_call(run: Callable[..., Any], inputs: Inputs) -> float:
+    with torch.no_grad():
+        return seconds_of(bind(run, inputs), 1, device_of([run], inputs))
 
 
 def _replayed(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
