@@ -27,9 +27,19 @@ def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], str]:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
             module.running_mean.normal_(0, 0.1)
             module.running_var.uniform_(0.5, 2)
-    channels, height, width = model.default_cfg["input_size"]
-    size = (height, width) if model.default_cfg.get("fixed_input_size") else (min(height, 128), min(width, 128))
-    images = {"x": torch.randn(2, channels, *size)}
-    with torch.no_grad():
-        model(**images)
-    return model, images, "timm"
+    channels, height, _width = model.default_cfg["input_size"]
+    sides = [height] if model.default_cfg.get("fixed_input_size") else [64, 128, height]
+    return model, _images(model, channels, sides), "timm"
+
+
+def _images(model: nn.Module, channels: int, sides: list[int]) -> dict[str, torch.Tensor]:
+    """Two images of the smallest of these sizes that the model takes."""
+    for side in sides[:-1]:
+        images = {"x": torch.randn(2, channels, side, side)}
+        try:
+            with torch.no_grad():
+                model(**images)
+            return images
+        except (RuntimeError, ValueError, AssertionError):
+            continue
+    return {"x": torch.randn(2, channels, sides[-1], sides[-1])}
