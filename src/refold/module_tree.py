@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from operator import is_
 from typing import Any
 
@@ -92,8 +92,8 @@ class ModuleTree:
         self.paths, self.modules = fx_private.all_modules(root)
         self._classes = list(map(type, self.modules))
         attributes = [module.__dict__ for module in self.modules]
-        self._sizes = list(map(len, attributes))
-        self._keys = list(chain.from_iterable(attributes))
+        known: dict[tuple[str, ...], tuple[str, ...]] = {}  # modules of one class have the same names: kept once
+        self._names = [known.setdefault(names, names) for names in map(tuple, attributes)]
         self._values = list(chain.from_iterable(map(dict.values, attributes)))
         self._containers = [value for value in self._values if type(value) in KINDS]
         self._held = Holdings(filter(None, self._containers))
@@ -113,16 +113,15 @@ class ModuleTree:
 
     @cached_property
     def _ends(self) -> list[int]:
-        return list(accumulate(self._sizes))
+        return list(accumulate(map(len, self._names)))
 
     def record(self, place: int) -> ModuleRecord:
         """One of the modules as it was."""
         return ModuleRecord(self.modules[place], self._classes[place], dict(self._items(place)), self._former)
 
     def _items(self, place: int) -> Iterator[tuple[str, Any]]:
-        end = self._ends[place]
-        part = slice(end - self._sizes[place], end)
-        return zip(self._keys[part], self._values[part], strict=True)
+        names, end = self._names[place], self._ends[place]
+        return zip(names, self._values[end - len(names) : end], strict=True)
 
     # --- what is no longer as it was ---------------------------------------------------------------------------------
 
@@ -180,13 +179,11 @@ class ModuleTree:
     def _has_same_attributes(self) -> bool:
         """Whether all modules have the attributes they had. The root does not count: a graph that was recompiled has
         left its code there."""
-        first = self._sizes[0]
         attributes = [module.__dict__ for module in self.modules[1:]]
-        if list(map(len, attributes)) != self._sizes[1:] or list(map(type, self.modules)) != self._classes:
+        if list(map(type, self.modules)) != self._classes or list(map(tuple, attributes)) != self._names[1:]:
             return False
-        if list(chain.from_iterable(attributes)) != self._keys[first:]:
-            return False
-        return all(map(is_, chain.from_iterable(map(dict.values, attributes)), self._values[first:]))
+        now, then = chain.from_iterable(map(dict.values, attributes)), islice(self._values, len(self._names[0]), None)
+        return all(map(is_, now, then))
 
     def _is_same(self, place: int, written: set[int]) -> bool:
         if type(self.modules[place]) is not self._classes[place]:
