@@ -20,6 +20,9 @@ _HOME = str(Path(refold.__file__).parent)
 Line = tuple[str, int]
 
 
+_NO_FAULT = "no trace of a fault: fewer lines were executed than in the run before"
+
+
 class Fault(Exception):
     """The exception that is injected."""
 
@@ -133,6 +136,9 @@ class Attempts:
         victim = _Victim(self.gm)
         for place in places:
             found = victim.differences_after(self.call, self.done, _Lines(self.watched, place, error))
+            if found == [_NO_FAULT]:  # what was worked out about a module may be kept: then less is executed again
+                victim = _Victim(self.gm)
+                found = victim.differences_after(self.call, self.done, _Lines(self.watched, place, error))
             if found:
                 file, number = self.lines[place]
                 where = f"a fault at {Path(file).name}:{number} (line {place} of {len(self.lines)})"
@@ -151,8 +157,8 @@ class _Victim:
         self.is_whole = True
 
     def differences_after(self, call: Callable[[GraphModule], object], done: Portrait, lines: _Lines) -> list[str]:
-        """What differs in the module after a call on it failed at a line; after one that overcame the fault, what
-        differs from the call without a fault."""
+        """What differs in the module after a call on it failed at a line. One that overcame the fault must have done
+        what the call does without a fault, or something else that can be undone exactly."""
         try:
             _call_traced(lambda: call(self.gm), lines)
         except BaseException:
@@ -161,8 +167,12 @@ class _Victim:
             return found if now is self.past or (not self.past and not now) else [*found, "another history"]
         self.is_whole = False
         if lines.at is None or len(lines.seen) <= lines.at:
-            return [f"no fault: only {len(lines.seen)} of {lines.at} lines were executed"]
-        return done.differences(Portrait.of(self.gm))
+            return [_NO_FAULT]
+        found, changes = done.differences(Portrait.of(self.gm)), len(refold.history(self.gm)) - len(self.past)
+        if found and changes > 0:
+            undo(self.gm, changes)
+            found = self.before.differences(Portrait.of(self.gm), same_objects=True)
+        return found
 
 
 def chosen_places(lines: list[Line], most: int | None) -> list[int]:
