@@ -18,6 +18,7 @@ def table(results: Results, timm_results: Results, families: Sequence[str]) -> s
     """The whole page."""
     import transformers
 
+    tried, stopped, results = len(results), _stopped(results), _finished(results)
     lines = [
         "# The zoo",
         "",
@@ -27,7 +28,7 @@ def table(results: Results, timm_results: Results, families: Sequence[str]) -> s
         "are called with what their row says; where that is text alone, their vision tower was built but not run (many "
         "towers have rows of their own).",
         "",
-        *_progress(results, families),
+        *_progress(tried, stopped, families),
         *_shares(results),
         "## Families that run eagerly",
         "",
@@ -40,6 +41,7 @@ def table(results: Results, timm_results: Results, families: Sequence[str]) -> s
     ]
     lines += [f"| {n} | {_cell(r.get('why', ''))} |" for n, r in sorted(results.items()) if r["eager"] != "yes"]
     if timm_results:
+        timm_results = _finished(timm_results)
         lines += ["", "## timm", "", "A spread of timm's models with random weights (`benchmarks/zoo.py --timm`).", ""]
         lines += [*_shares(timm_results), *_rows(timm_results), *_failed_to_run(timm_results)]
     return "\n".join(lines) + "\n"
@@ -50,12 +52,31 @@ def _failed_to_run(results: Results) -> list[str]:
     return ["", "| not run | reason |", "|---|---|", *failed] if failed else []
 
 
-def _progress(results: Results, families: Sequence[str]) -> list[str]:
-    missing = len(set(families) - results.keys())
-    if not missing:
-        return [f"All {len(results)} families were tried.", ""]
-    words = f"**{len(results)} families were tried so far; {missing} are still to come**, drawn at random."
-    return [f"{words} `benchmarks/zoo.py` goes on where it stopped.", ""]
+def _stopped(results: Results) -> dict[str, str]:
+    """Families that took longer than the processor time they were given: nothing is known about them yet."""
+    return {n: str(r["why"]) for n, r in results.items() if "stopped by SIGXCPU" in str(r.get("why"))}
+
+
+def _finished(results: Results) -> Results:
+    stopped = _stopped(results)
+    return {n: r for n, r in results.items() if n not in stopped}
+
+
+def _progress(tried: int, stopped: Mapping[str, str], families: Sequence[str]) -> list[str]:
+    missing = len(families) - tried
+    words = f"All {tried} families were tried." if missing <= 0 else ""
+    if missing > 0:
+        words = f"**{tried} families were tried so far; {missing} are still to come**, drawn at random. "
+        words += "`benchmarks/zoo.py` goes on where it stopped."
+    if stopped:
+        words += f" {len(stopped)} took longer than the processor time they were given and are counted neither way: "
+        words += ", ".join(f"{name} ({_limit(why)})" for name, why in sorted(stopped.items())) + "."
+    return [words, ""]
+
+
+def _limit(why: str) -> str:
+    found = re.search(r"limits: (\d+ s)", why)
+    return found[1] if found else why
 
 
 def _shares(results: Results) -> list[str]:
