@@ -121,6 +121,7 @@ class Attempts:
         self.gm = gm
         self.watched = watched
         self.what = what
+        call(copy.deepcopy(gm))  # what is imported on first use is executed only once
         done = copy.deepcopy(gm)
         self.lines = executed_lines(lambda: call(done), watched)
         self.done = Portrait.of(done)
