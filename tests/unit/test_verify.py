@@ -456,3 +456,15 @@ def test_a_parameter_in_the_place_of_a_view_of_it_is_no_difference():
     refold.RemoveNoOps()(gm)
     assert len(history(gm)) == 1
     assert verify(gm, x).right
+
+
+def test_no_alarm_where_an_activation_leaves_next_to_nothing():
+    """SiLU in place, so it is part of the site; of −500 it leaves 1e-215, whose square is 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 64, 1, bias=False), nn.BatchNorm2d(64), nn.SiLU(inplace=True)).eval()
+    model[1].running_mean.normal_(0, 0.1)
+    model[1].running_var.uniform_(0.5, 2)
+    x = torch.randn(2, 16, 16, 16)
+    gm = refold.FuseBatchNorm2dInConv2d()(refold.trace(model, x))
+    found = verify(gm, x)
+    assert found.sites and found.right, str(found)

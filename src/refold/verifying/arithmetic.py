@@ -174,5 +174,6 @@ def spread(run: Run, base: Sequence[Any], seed: int, *, wide: bool = True, step:
             moved = run()
         for k, (b, m) in enumerate(zip(base, moved, strict=True)):
             if sums[k] is not None and isinstance(m, torch.Tensor) and m.shape == b.shape:
-                sums[k] += ((m - b).abs().nan_to_num(0.0, 0.0, 0.0) / step) ** 2
-    return [None if s is None else (s / PROBES).sqrt() for s in sums]
+                # hypot: the square of a number below 1e-162 would be 0
+                sums[k] = torch.hypot(sums[k], (m - b).abs().nan_to_num(0.0, 0.0, 0.0) / step)
+    return [None if s is None else s / math.sqrt(PROBES) for s in sums]
