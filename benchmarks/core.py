@@ -141,16 +141,17 @@ def microseconds_per_node(t: Transformation, make: Callable[[int], nn.Module], s
 
 
 def recording() -> dict[str, Any]:
-    """A call of a transformation against the same edit done raw, with lint and recompile in both; interleaved."""
+    """A call of a transformation against the same edit done raw, with lint and recompile in both; interleaved, and the
+    ratio taken round by round, so that a machine that drifts does not count."""
     report = {}
     for name, (t, make) in CASES.items():
         raw: list[float] = []
         recorded: list[float] = []
-        for round_ in range(2 * ROUNDS):
+        for round_ in range(4 * ROUNDS):
             turns = [(raw, lambda gm, t=t: _raw(t, gm)), (recorded, lambda gm, t=t: t(gm))]
             for times, work in turns if round_ % 2 else reversed(turns):
                 times.append(_seconds(work, graph(make, 2000)))
-        overhead = statistics.median(recorded) / statistics.median(raw) - 1
+        overhead = statistics.median(mine / its for mine, its in zip(recorded, raw, strict=True)) - 1
         report[name] = {"overhead": round(overhead, 3), "raw s": _spread(raw), "recorded s": _spread(recorded)}
         print(name, report[name], flush=True)
     return report
