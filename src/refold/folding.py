@@ -10,22 +10,21 @@ from torch.fx import Node
 
 from refold.edit import Editor, twin_of
 from refold.match import Call, GraphView
+from refold.releasing import LARGE
 from refold.rewrite import Site, Skip
 from refold.runtime import linear_with_batch_norm
 from refold.weights import FoldBatchNorm
 
-_LARGE = 1 << 16
-"""Smaller weights stay in the order of the graph: nobody would notice the memory."""
-
 
 def largest_first(found: Iterable[Site | Skip], weight_of: Callable[[Site], torch.Tensor]) -> list[Site | Skip]:
     """The same with the largest weights in front: while a layer is folded, memory holds it twice, and the corrections
-    of all that were folded before. In this order that is never more than the largest layer and all corrections."""
+    of all that were folded before. In this order that is never more than the largest layer and all corrections. Small
+    ones, whose memory is not given up early either, stay in the order of the graph."""
 
     def place(item: Site | Skip) -> int:
         weight = weight_of(item) if isinstance(item, Site) else None
         size = weight.numel() * weight.element_size() if weight is not None else 0
-        return -size if size >= _LARGE else 0
+        return -size if size >= LARGE else 0
 
     return sorted(found, key=place)
 

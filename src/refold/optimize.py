@@ -22,7 +22,7 @@ from refold.optimizing.calls import Inputs, as_call, device_of_call, split
 from refold.optimizing.choosing import choose
 from refold.optimizing.optimized import OptimizedModule, Variant
 from refold.optimizing.pipeline import chosen_pipeline
-from refold.optimizing.progress import Progress, shown
+from refold.optimizing.progress import Progress, shown, silent
 from refold.optimizing.reporting import build_report
 from refold.optimizing.steps import Step, take_back, take_steps
 from refold.report.data import GraphData
@@ -67,7 +67,7 @@ def optimize(
     def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         if args and kwargs:
             raise RefoldError("a call that mixes positional and keyword arguments cannot be optimized again.")
-        return build(kwargs or args, lambda what, done: None)
+        return build(kwargs or args, silent)
 
     with shown(progress) as tell:
         variant = build(as_call(example_inputs), tell)
@@ -96,7 +96,6 @@ def _build(
     )
     tell("running the float64 reference", 0.5)
     reference = OutputReference.of(model if original is None else original, inputs)
-    exactness = None if gm is None else _exactness(gm, args, kwargs, steps, reference)
     choice = choose(
         model,
         model if gm is None else gm,
@@ -111,7 +110,7 @@ def _build(
     )
     if gm is not None and choice.rewrites_hinder:
         steps = take_back(gm, steps, f"{choice.name} runs the model faster without the rewrites.")
-        exactness = _exactness(gm, args, kwargs, steps, reference)
+    exactness = None if gm is None else _exactness(gm, args, kwargs, steps, reference)
     changes = [] if gm is None else _changes_by_step(gm, steps)
     report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
     return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, choice.follows_weights, report)

@@ -18,7 +18,7 @@ from torch import nn
 from refold import fx_private
 from refold.module_tree import ModuleTree
 
-_LARGE = 1 << 16
+LARGE = 1 << 16
 """Smaller weights are not worth the trouble."""
 
 
@@ -77,7 +77,7 @@ class _Counts:
 def owned_alone(tree: ModuleTree) -> set[int]:
     """The large parameters that nothing refers to but one table of a module that nothing refers to but the next table,
     up to the root."""
-    if not any(size >= _LARGE for size in fx_private.sizes_of(tree.tensors)):
+    if not any(size >= LARGE for size in fx_private.sizes_of(tree.tensors)):
         return set()
     one = _Counts()
     alone = {id(t) for t, count in _counted(tree.tensors) if count == one.tensor and _is_large(t)}
@@ -101,7 +101,7 @@ def _dying(tree: ModuleTree) -> set[int]:
     """The parameters that only the photograph and the ledger hold. A module that dies is in no table any more. A
     parameter that dies is in none either, but the ledger holds it; or it is still in that of a module that dies too."""
     one = _Counts()
-    modules, tensors = (dict(_by_id(things)) for things in (tree.modules, tree.tensors))
+    modules, tensors = ({id(t): count for t, count in _counted(things)} for things in (tree.modules, tree.tensors))
     found: set[int] = set()
     for place, module in enumerate(tree.modules):
         kept = tree.record(place).tables.get("_parameters", {})
@@ -114,9 +114,5 @@ def _dying(tree: ModuleTree) -> set[int]:
     return found
 
 
-def _by_id(things: list[Any]) -> Iterator[tuple[int, int]]:
-    return zip(map(id, things), list(map(sys.getrefcount, things)), strict=True)
-
-
 def _is_large(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and tensor.numel() * tensor.element_size() >= _LARGE
+    return not tensor.is_meta and tensor.numel() * tensor.element_size() >= LARGE

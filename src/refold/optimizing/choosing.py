@@ -14,6 +14,7 @@ from refold.executors import Executor, Plain, executor_named, executors, unavail
 from refold.measure import Comparison, Measurement, measure_many
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, split
+from refold.optimizing.progress import silent
 from refold.verify import OutputReference
 
 ORIGINAL = "original"
@@ -87,7 +88,7 @@ def _try_without_rewrites(
     budget: Budget,
 ) -> None:
     name = choice.name
-    ready, grades = _prepare({name: executor}, untouched, inputs, reference, level, budget, _silent, {})
+    ready, grades = _prepare({name: executor}, untouched, inputs, reference, level, budget, silent, {})
     if name not in ready or budget.left <= 0:
         return
     contenders: dict[str, Callable[..., Any]] = {ORIGINAL: original, name: ready[name], _REWRITTEN: choice.run}
@@ -100,10 +101,6 @@ def _try_without_rewrites(
         choice.run, choice.grades = ready[name], choice.grades | grades
         assert choice.comparison is not None
         choice.comparison.timings.update({each: again.timings[each] for each in (ORIGINAL, name)})
-
-
-def _silent(what: str, done: float) -> None:
-    return None
 
 
 def _why_not_now(name: str, ready: Collection[str], level: str, budget: Budget) -> str | None:

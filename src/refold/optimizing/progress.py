@@ -11,7 +11,7 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and how much is done, from 0 to 1."""
 
 
-def _silent(what: str, done: float) -> None:
+def silent(what: str, done: float) -> None:
     """Nobody wants to know."""
 
 
@@ -22,14 +22,14 @@ def shown(progress: bool | Progress | None) -> Iterator[Progress]:
         yield progress
         return
     if progress is False or (progress is None and not sys.stderr.isatty()):
-        yield _silent
+        yield silent
         return
     try:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
     except ImportError:
-        yield _silent
+        yield silent
         return
     columns: list[Any] = [TextColumn("[bold]{task.description}"), BarColumn(), TimeElapsedColumn()]
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -105,7 +105,7 @@ def _measured(before: GraphModule, after: GraphModule, inputs: Inputs, budget: B
         return None
     seconds = budget.share(0.05, _MEASURE_SECONDS)
     a, b = _replayed(before, inputs), _replayed(after, inputs)
-    if _FEWEST_CALLS * _seconds_of_a_call(b, inputs) > budget.left * _STEP_SHARE:
+    if budget.seconds is not None and _FEWEST_CALLS * _seconds_of_a_call(b, inputs) > budget.left * _STEP_SHARE:
         return None
     found = measure(a, b, inputs, time_budget=seconds, memory=False)
     enough = rounds_needed(found.confidence)

@@ -42,17 +42,11 @@ class PoolByMean(ReversibleRewrite):
 
     def find(self, view: GraphView) -> Iterator[Site | Skip]:
         for node in view.nodes:
-            found = _settings(view, node)
+            found = _match_whole_pool(view, node)
             if isinstance(found, str):
                 yield Skip(node, found)
-            if not isinstance(found, tuple):
-                continue
-            source, dims, settings = found
-            reason = _why_not(source, node, dims, settings)
-            if reason is not None:
-                yield Skip(node, reason)
-            else:
-                yield Site((node,), f"{node.name}: its window covers the whole input", (node, source, dims))
+            elif found is not None:
+                yield Site((node,), f"{node.name}: its window covers the whole input", (node, *found))
 
     def rewrite(self, site: Site, edit: Editor) -> None:
         node, source, dims = site.detail
@@ -62,11 +56,8 @@ class PoolByMean(ReversibleRewrite):
         self.mark_as_transformed(mean)
 
 
-Found = tuple[Node, int, dict[str, Any]]
-
-
-def _settings(view: GraphView, node: Node) -> Found | str | None:
-    """What a node pools, over how many axes, and how; a sentence where it cannot be said."""
+def _match_whole_pool(view: GraphView, node: Node) -> tuple[Node, int] | str | None:
+    """What a node pools, and over how many axes; a sentence where it has other windows or cannot be understood."""
     if node.op == "call_function" and node.target in _FUNCTIONS:
         given, dims = bind(node, _NAMES), _FUNCTIONS[node.target]
     elif node.op == "call_module" and (module := _pool(view, node)) is not None:
@@ -79,7 +70,7 @@ def _settings(view: GraphView, node: Node) -> Found | str | None:
         return None
     if given is None or not isinstance(given.get("input"), Node) or "kernel_size" not in given:
         return "its arguments are not understood"
-    return given.pop("input"), dims, given
+    return _why_not(given["input"], node, dims, given) or (given["input"], dims)
 
 
 def _pool(view: GraphView, node: Node) -> nn.Module | None:

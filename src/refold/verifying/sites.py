@@ -57,7 +57,8 @@ class Cutter:
         self.nodes = [{n.name: n for n in gm.graph.nodes} for gm in (stage.before, stage.after)]
         self.place = [{name: i for i, name in enumerate(names)} for names in self.nodes]
         self.touched = _touched(stage, self.nodes)
-        self.touched |= {name for name in self.nodes[1] if self._reads_other_weights(name)}
+        self.reweighted = {name for name in self.nodes[1] if self._reads_other_weights(name)}
+        self.touched |= self.reweighted
         self.rewired = {name: pairs for name in self.touched if (pairs := self._rewired(name)) is not None}
         self.rewired = {name: pairs for name, pairs in self.rewired.items() if not self._changed_places(name)}
 
@@ -129,9 +130,7 @@ class Cutter:
         if a.op != b.op or not same_value(a.target, b.target) or _uses_other(self.stage, old):
             return None
         pairs = _paired((a.args, a.kwargs), (b.args, b.kwargs))
-        if pairs is None or written_by(self.stage.before, old) or self._reads_other_weights(name):
-            return None
-        return pairs
+        return None if pairs is None or written_by(self.stage.before, old) or name in self.reweighted else pairs
 
     def _reads_other_weights(self, name: str) -> bool:
         """Whether a node reads one tensor of the module before and another one after: what it makes of it counts, not
