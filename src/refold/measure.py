@@ -159,6 +159,13 @@ class Comparison:
         alive = [timing for timing in self.timings.values() if not timing.dropped]
         return min(alive, key=lambda timing: timing.median).name
 
+    @property
+    def undecided(self) -> list[str]:
+        """The best contender, and those that may be as fast for all that the rounds can tell."""
+        best = self.best
+        alive = [timing.name for timing in self.timings.values() if not timing.dropped]
+        return [best, *(name for name in alive if name != best and not self.between(name, best).faster)]
+
     def between(self, a: str, b: str) -> Measurement:
         """The two contenders compared over the rounds that both ran."""
         return Measurement(self.timings[a], self.timings[b], self.device, self.threads, self.confidence)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from refold.measure import (
+    Comparison,
     Measurement,
     MeasurementFailed,
     Timing,
@@ -142,6 +143,15 @@ def test_hopeless_contenders_leave_early_and_kept_ones_stay(clock: Clock):
     assert len(result.timings["slow"].seconds) == rounds_needed(0.95, 3)
     assert len(result.timings["baseline"].seconds) == len(result.timings["fast"].seconds) == 20
     assert result.speedup("fast") > 2 > result.speedup("slow")
+
+
+def test_undecided_are_the_best_and_those_that_the_rounds_cannot_tell_from_it():
+    level = Timing("level", (1.1, 0.9, 1.1, 0.9, 1.1, 0.9, 1.1, 0.9), 0)
+    best = Timing("best", (0.9, 1.0, 0.9, 1.0, 0.9, 1.0, 0.9, 1.0), 0)
+    slow = Timing("slow", (2.0,) * 8, 0)
+    gone = Timing("gone", (0.5,) * 8, 0, dropped=True)
+    timings = {timing.name: timing for timing in (level, best, slow, gone)}
+    assert Comparison(timings, {}, "cpu", 1).undecided == ["best", "level"]
 
 
 def test_a_contender_that_fails_is_reported_and_the_others_are_measured(clock: Clock):

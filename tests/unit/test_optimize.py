@@ -18,9 +18,10 @@ import refold
 from refold.errors import RefoldError
 from refold.executors import Plain, builtin
 from refold.history import history
-from refold.measure import Measurement, Timing
+from refold.measure import Comparison, Measurement, Timing
 from refold.optimize import optimize
-from refold.optimizing import reporting, steps
+from refold.optimizing import choosing, reporting, steps
+from refold.optimizing.budget import Budget
 from refold.transformation import ReversibleTransformation
 
 
@@ -316,3 +317,24 @@ def test_too_few_rounds_tell_nothing():
     few = Measurement(Timing("a", (1.0, 1.0), 1.0), Timing("b", (1.2, 1.1), 1.0), "cpu", 1)
     ratio = reporting._ratio(few)
     assert ratio.low == pytest.approx(1 / 1.2) and ratio.high == 1.0
+
+
+def test_executors_that_are_level_are_timed_once_more_among_themselves(monkeypatch: pytest.MonkeyPatch):
+    def compared(**seconds: tuple[float, ...]) -> Comparison:
+        timings = {name: Timing(name, samples, 0.0) for name, samples in seconds.items()}
+        return Comparison(timings, {}, "cpu", 1)
+
+    pools = []
+
+    def measured(pool: dict[str, object], inputs: object, **_: object) -> Comparison:
+        pools.append(set(pool))
+        return compared(lucky=(1.1,) * 8, level=(1.0,) * 8)
+
+    monkeypatch.setattr(choosing, "measure_many", measured)
+    first = compared(lucky=(0.9, 1.0) * 4, level=(1.1, 0.9) * 4, slow=(2.0,) * 8)
+    contenders = dict.fromkeys(first.timings, lambda: None)
+    assert choosing._winner(first, contenders, (), Budget(None)) == "level"
+    assert pools == [{"lucky", "level"}]
+    decided = compared(lucky=(0.9,) * 8, level=(1.1,) * 8)
+    assert choosing._winner(decided, contenders, (), Budget(None)) == "lucky"
+    assert len(pools) == 1

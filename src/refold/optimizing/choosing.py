@@ -68,13 +68,26 @@ def choose(
     seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
     comparison = measure_many(contenders, inputs, time_budget=seconds, baseline=ORIGINAL, keep=[ORIGINAL])
     left_out |= comparison.failed
-    name = comparison.best if backend == "auto" else backend
+    name = _winner(comparison, contenders, inputs, budget) if backend == "auto" else backend
     follows = name == ORIGINAL or wanted[name].follows_weights
     choice = Choice(name, contenders[name], follows, comparison, left_out, grades)
     if untouched is not None and name not in (ORIGINAL, Plain.name):
         tell(f"timing {name} without the rewrites", 0.95)
         _try_without_rewrites(choice, wanted[name], original, untouched, inputs, reference, level, budget)
     return choice
+
+
+def _winner(
+    comparison: Comparison, contenders: Mapping[str, Callable[..., Any]], inputs: Inputs, budget: Budget
+) -> str:
+    """The fastest; those that are level with it are timed once more among themselves, where a lucky streak of the first
+    race is not repeated and the rounds are not spent on anybody else."""
+    level = comparison.undecided
+    if len(level) < 2 or budget.left <= 0:
+        return comparison.best
+    pool = {name: contenders[name] for name in level}
+    seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
+    return measure_many(pool, inputs, time_budget=seconds, memory=False).best
 
 
 def _try_without_rewrites(
