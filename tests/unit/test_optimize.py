@@ -319,6 +319,16 @@ def test_too_few_rounds_tell_nothing():
     assert ratio.low == pytest.approx(1 / 1.2) and ratio.high == 1.0
 
 
+def test_weights_that_are_assigned_are_used():
+    model, other = Attention().eval(), Attention().eval()
+    x = torch.randn(2, 5, 16)
+    optimized = optimize(model, (x,), backend="compile-freezing", progress=False)
+    optimized.load_state_dict(other.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(optimized(x)["normed"], other(x)["normed"])
+    assert any("assigned" in note for note in optimized.report.notes)
+
+
 def test_executors_that_are_level_are_timed_once_more_among_themselves(monkeypatch: pytest.MonkeyPatch):
     def compared(**seconds: tuple[float, ...]) -> Comparison:
         timings = {name: Timing(name, samples, 0.0) for name, samples in seconds.items()}

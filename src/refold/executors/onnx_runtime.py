@@ -75,7 +75,7 @@ class SessionRunner(Runner):
 
     def compute(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         feeds = {name: tensors[index].detach().numpy() for index, name in self.used}
-        return [torch.as_tensor(array) for array in self.session.run(self.made, feeds)]
+        return [torch.from_numpy(array) for array in self.session.run(self.made, feeds)]
 
 
 def _input_name(index: int) -> str:

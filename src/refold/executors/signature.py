@@ -12,6 +12,7 @@ from ..errors import RefoldError
 from .tree import Layout, Structure, flatten
 
 _CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # a subclass may compute anything
 TensorKey = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -58,12 +59,12 @@ class Signature:
         return [leaves[place] for place in self.places]
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        if len(args) != self.positional or kwargs.keys() != set(self.names):
+        same_names = tuple(kwargs) == self.names or kwargs.keys() == set(self.names)
+        if len(args) != self.positional or not same_names:
             raise UnsupportedInput(f"It was built for {self._call()} and was called with {_call(len(args), kwargs)}.")
-        ordered = {name: kwargs[name] for name in self.names}
         if self.is_flat:
-            return [*args, *ordered.values()]
-        leaves, structure = flatten((args, ordered))
+            return [*args, *map(kwargs.__getitem__, self.names)]
+        leaves, structure = flatten((args, {name: kwargs[name] for name in self.names}))
         if structure != self.structure:
             raise UnsupportedInput(f"An argument is nested otherwise: {structure} instead of {self.structure}.")
         return leaves
@@ -99,7 +100,7 @@ def _call(positional: int, names: Iterable[str]) -> str:
 
 
 def _refuse_opaque(leaf: Any) -> None:
-    if isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter):
+    if type(leaf) in _PLAIN_TENSORS:
         return
     if not isinstance(leaf, _CONSTANTS):
         raise PreparationFailed(f"A {type(leaf).__name__} among the arguments can be neither a tensor nor a constant.")
@@ -110,8 +111,8 @@ def _key(tensor: torch.Tensor) -> TensorKey:
 
 
 def _same(leaf: Any, built_for: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return type(leaf) in (torch.Tensor, torch.nn.Parameter) and _key(leaf) == built_for
+    if type(leaf) in _PLAIN_TENSORS:
+        return _key(leaf) == built_for
     return type(leaf) is type(built_for) and leaf == built_for
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ class Variant:
     executor: str
     follows_weights: bool
     report: Report
+
+    def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call whose tensors the signature has checked already: a runner would check them once more."""
+        return self.run.run(tensors) if isinstance(self.run, Runner) else self.run(*args, **kwargs)
 
     @functools.cached_property
     def shares_weights(self) -> bool:
@@ -58,7 +63,7 @@ class OptimizedModule(nn.Module):
         hidden["variants"] = [variant]
         hidden["notes"] = []
         hidden["_reoptimize"] = reoptimize
-        hidden["_watched"] = [*original.parameters(), *original.buffers()]
+        hidden["_watched"] = _read_in_eval(original)
         hidden["_versions"] = self._current_versions()
         hidden["forward"] = _signed_like(original.forward, self._forward)
         self.__dict__["training"] = original.training
@@ -72,10 +77,10 @@ class OptimizedModule(nn.Module):
         if isinstance(found, str):
             return self._fall_back(found, args, kwargs)
         variant, tensors = found
+        if not torch.is_grad_enabled():
+            return variant.run_checked(tensors, args, kwargs)
         with torch.no_grad():
-            if isinstance(variant.run, Runner):  # it would check the input once more
-                return variant.run.run(tensors)
-            return variant.run(*args, **kwargs)
+            return variant.run_checked(tensors, args, kwargs)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, list[torch.Tensor]] | str:
         """The variant for a call and the tensors among its arguments, or why there is none."""
@@ -165,7 +170,11 @@ class OptimizedModule(nn.Module):
         return self.original.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original.load_state_dict(*args, **kwargs)
+        loaded = self.original.load_state_dict(*args, **kwargs)
+        if not all(map(is_, self._watched, _read_in_eval(self.original))):  # assign=True puts other tensors there
+            self.restore()
+            self._note("weights were assigned since it was optimized: runs the original; call refold.optimize again")
+        return loaded
 
     def requires_grad_(self, requires_grad: bool = True) -> OptimizedModule:
         self.original.requires_grad_(requires_grad)
@@ -187,6 +196,13 @@ class OptimizedModule(nn.Module):
 
     def __reduce__(self) -> Any:
         return (_itself, (self.original,))
+
+
+def _read_in_eval(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers whose values count in eval mode: how many batches a batch norm saw does not."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    counters = {id(norm.num_batches_tracked) for norm in norms}
+    return [weight for weight in (*model.parameters(), *model.buffers()) if id(weight) not in counters]
 
 
 def _signed_like(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
