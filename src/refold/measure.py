@@ -240,11 +240,14 @@ def measure_many(
     memory: bool = True,
     keep: Collection[str] = (),
     baseline: str | None = None,
+    at_least: int = 2,
+    until_decided: bool = False,
 ) -> Comparison:
     """Time many contenders in turn. Those that cannot win any more leave early, except the names in `keep`.
 
     The budget covers the rounds; the first calls (which may compile) are timed apart and are not counted. Warming up
-    takes no longer than the rounds, so a call of many seconds gets fewer untimed ones.
+    takes no longer than the rounds, so a call of many seconds gets fewer untimed ones. There are `at_least` so many
+    rounds, whatever they take; `until_decided` stops once the fastest is known beyond the noise.
     """
     patience = math.inf if repeats else time_budget / max(1, len(contenders))
     device = device_of(contenders.values(), inputs)
@@ -257,7 +260,8 @@ def measure_many(
                 failed[name] = f"{type(error).__name__}: {error}"
         if not runs:
             raise MeasurementFailed(f"None of the contenders could run: {failed}.")
-        _take_turns(list(runs.values()), repeats, time_budget, confidence, {*keep, baseline})
+        rounds = _Rounds(repeats, time_budget, at_least, until_decided, confidence)
+        _take_turns(list(runs.values()), rounds, {*keep, baseline})
     timings = {name: run.timing() for name, run in runs.items()}
     return Comparison(timings, failed, str(device), torch.get_num_threads(), confidence, baseline)
 
@@ -329,22 +333,41 @@ class _Run:
         return Timing(self.name, tuple(self.samples), self.first_call, self.peak_memory, self.nodes, self.dropped)
 
 
-def _take_turns(
-    runs: list[_Run], repeats: int | None, time_budget: float, confidence: float, protected: Collection[str | None]
-) -> None:
-    """Sample every contender once a round, until the rounds or the seconds are used up (two rounds at the least)."""
+@dataclass(frozen=True)
+class _Rounds:
+    """When to stop."""
+
+    repeats: int | None
+    time_budget: float
+    at_least: int
+    until_decided: bool
+    confidence: float
+
+
+def _take_turns(runs: list[_Run], rounds: _Rounds, protected: Collection[str | None]) -> None:
+    """Sample every contender once a round, until the rounds or the seconds are used up, or all is said."""
     start = time.perf_counter()
-    rounds = repeats or _MOST_ROUNDS
-    patience = rounds_needed(confidence, len(runs))
-    for index in range(rounds):
+    patience = rounds_needed(rounds.confidence, len(runs))
+    for done in range(1, (rounds.repeats or _MOST_ROUNDS) + 1):
         alive = [run for run in runs if not run.dropped]
-        for run in _order(alive, index):
+        for run in _order(alive, done - 1):
             run.sample()
         elapsed = time.perf_counter() - start
-        if repeats is None and index and elapsed * (index + 2) / (index + 1) > time_budget:
+        if rounds.repeats is None and done >= rounds.at_least and elapsed * (done + 1) / done > rounds.time_budget:
             return
-        if index + 1 >= patience:
+        if done >= patience:
             _drop_hopeless(alive, protected)
+            if rounds.until_decided and _is_decided(alive, rounds.confidence):
+                return
+
+
+def _is_decided(runs: list[_Run], confidence: float) -> bool:
+    """Whether the fastest is faster than each of the others, beyond the noise."""
+    leader = min(runs, key=lambda run: statistics.median(run.samples))
+    ratios = [
+        [its / mine for its, mine in zip(r.samples, leader.samples, strict=True)] for r in runs if r is not leader
+    ]
+    return all(median_interval(values, confidence)[0] > 1 for values in ratios)
 
 
 def _order(runs: list[_Run], index: int) -> list[_Run]:

@@ -145,6 +145,27 @@ def test_hopeless_contenders_leave_early_and_kept_ones_stay(clock: Clock):
     assert result.speedup("fast") > 2 > result.speedup("slow")
 
 
+def test_a_race_that_is_decided_stops_and_one_that_is_not_goes_on(clock: Clock):
+    decided = measure_many(
+        {"fast": clock.sleeper(0.001), "slow": clock.sleeper(0.002)},
+        X,
+        time_budget=1e9,
+        keep=["fast", "slow"],
+        until_decided=True,
+    )
+    assert len(decided.timings["slow"].seconds) == rounds_needed(0.95, 2)
+    level = measure_many(
+        {"a": clock.sleeper(0.001), "b": clock.sleeper(0.001)}, X, time_budget=1e9, keep=["a", "b"], until_decided=True
+    )
+    assert len(level.timings["a"].seconds) > 4 * rounds_needed(0.95, 2)
+
+
+def test_rounds_that_were_asked_for_are_run_whatever_they_take(clock: Clock):
+    contenders = {"a": clock.sleeper(0.1), "b": clock.sleeper(0.1)}
+    assert len(measure_many(contenders, X, time_budget=0.1).timings["a"].seconds) == 2
+    assert len(measure_many(contenders, X, time_budget=0.1, at_least=7).timings["a"].seconds) == 7
+
+
 def test_undecided_are_the_best_and_those_that_the_rounds_cannot_tell_from_it():
     level = Timing("level", (1.1, 0.9, 1.1, 0.9, 1.1, 0.9, 1.1, 0.9), 0)
     best = Timing("best", (0.9, 1.0, 0.9, 1.0, 0.9, 1.0, 0.9, 1.0), 0)

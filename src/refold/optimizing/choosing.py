@@ -11,7 +11,7 @@ from torch import nn
 
 from refold.errors import RefoldError
 from refold.executors import Executor, Plain, executor_named, executors, unavailable
-from refold.measure import Comparison, Measurement, measure_many
+from refold.measure import Comparison, Measurement, measure_many, rounds_needed
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, split
 from refold.optimizing.progress import silent
@@ -19,6 +19,7 @@ from refold.verify import OutputReference
 
 ORIGINAL = "original"
 _MEASURE_SECONDS = 10.0
+_CONFIDENCE = 0.95
 _FROZEN = "compile-freezing"
 _REWRITTEN = "rewritten"
 
@@ -38,9 +39,13 @@ class Choice:
 
     @property
     def rewrites_hinder(self) -> bool:
-        """Whether the chosen executor runs the model faster without the rewrites: then that is what `run` does. No
-        doubt in their favour here: without them, the model runs as anybody would run it by hand."""
-        return self.rewriting is not None and self.rewriting.ratio < 1
+        """Whether the chosen executor runs the model as fast without the rewrites: then that is what `run` does. No
+        doubt in their favour here: without them, the model runs as anybody would run it by hand. Where there was no
+        time for rounds that can decide, the median does."""
+        if self.rewriting is None:
+            return False
+        undecidable = len(self.rewriting.ratios) < rounds_needed(_CONFIDENCE)
+        return self.rewriting.ratio < 1 if undecidable else not self.rewriting.faster
 
 
 def choose(
@@ -66,14 +71,16 @@ def choose(
     tell("timing the executors", 0.9)
     contenders: dict[str, Callable[..., Any]] = {ORIGINAL: original, **ready}
     seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
-    comparison = measure_many(contenders, inputs, time_budget=seconds, baseline=ORIGINAL, keep=[ORIGINAL])
+    comparison = measure_many(
+        contenders, inputs, time_budget=seconds, baseline=ORIGINAL, keep=[ORIGINAL], until_decided=True
+    )
     left_out |= comparison.failed
     name = _winner(comparison, contenders, inputs, budget) if backend == "auto" else backend
     follows = name == ORIGINAL or wanted[name].follows_weights
     choice = Choice(name, contenders[name], follows, comparison, left_out, grades)
     if untouched is not None and name not in (ORIGINAL, Plain.name):
         tell(f"timing {name} without the rewrites", 0.95)
-        _try_without_rewrites(choice, wanted[name], original, untouched, inputs, reference, level, budget)
+        _try_without_rewrites(choice, wanted[name], untouched, inputs, reference, level, budget)
     return choice
 
 
@@ -87,13 +94,12 @@ def _winner(
         return comparison.best
     pool = {name: contenders[name] for name in level}
     seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
-    return measure_many(pool, inputs, time_budget=seconds, memory=False).best
+    return measure_many(pool, inputs, time_budget=seconds, memory=False, until_decided=True).best
 
 
 def _try_without_rewrites(
     choice: Choice,
     executor: Executor,
-    original: nn.Module,
     untouched: nn.Module,
     inputs: Inputs,
     reference: OutputReference,
@@ -104,16 +110,22 @@ def _try_without_rewrites(
     ready, grades = _prepare({name: executor}, untouched, inputs, reference, level, budget, silent, {})
     if name not in ready or budget.left <= 0:
         return
-    contenders: dict[str, Callable[..., Any]] = {ORIGINAL: original, name: ready[name], _REWRITTEN: choice.run}
-    seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
-    again = measure_many(contenders, inputs, time_budget=seconds, baseline=ORIGINAL, keep=contenders, memory=False)
-    if again.failed:
+    pair = {name: ready[name], _REWRITTEN: choice.run}
+    duel = measure_many(
+        pair,
+        inputs,
+        time_budget=max(1.0, budget.share(0.5, _MEASURE_SECONDS)),
+        at_least=rounds_needed(_CONFIDENCE) if budget.seconds is None else 2,
+        until_decided=True,
+        confidence=_CONFIDENCE,
+        memory=False,
+        keep=pair,
+    )
+    if duel.failed:
         return
-    choice.rewriting = again.between(name, _REWRITTEN)
+    choice.rewriting = duel.between(name, _REWRITTEN)
     if choice.rewrites_hinder:
         choice.run, choice.grades = ready[name], choice.grades | grades
-        assert choice.comparison is not None
-        choice.comparison.timings.update({each: again.timings[each] for each in (ORIGINAL, name)})
 
 
 def _why_not_now(name: str, ready: Collection[str], level: str, budget: Budget) -> str | None:
