@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +12,14 @@ from refold.snapshot import Snapshot
 
 _INTERRUPTS_ENDURED = 100
 _T = TypeVar("_T")
+_begun = itertools.count(1)
+_done = 0
+
+
+def operations_done() -> int:
+    """A number that is another one after every change of a module, done, undone or failed: weights may have got other
+    memory then."""
+    return _done
 
 
 def atomically(gm: GraphModule, work: Callable[[Snapshot], _T]) -> _T:
@@ -18,14 +27,21 @@ def atomically(gm: GraphModule, work: Callable[[Snapshot], _T]) -> _T:
     photograph. The work is a function and not the body of a `with`: an interrupt that comes while a `with` is being
     left, after its body is done, is seen by nobody. For the same reason `work` does everything, also what comes last.
     """
+    _count()
     before = Snapshot.of(gm)
     try:
         outcome = work(before)
         before.ledger.settle()
+        _count()
         return outcome
     except BaseException:
         _put_back(gm, before)
         raise
+
+
+def _count() -> None:
+    global _done
+    _done = next(_begun)  # two threads get two numbers
 
 
 def _put_back(gm: GraphModule, before: Snapshot) -> None:

@@ -14,14 +14,12 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from refold import fx_private
 from refold.errors import RefoldError
 from refold.explaining import hollow_copy
-from refold.history import history
+from refold.optimizing.freshness import Freshness
 from refold.optimizing.pipeline import default_pipeline
 from refold.rewrite import Rewrite
 from refold.transformation import Transformation
-from refold.weights import Concatenate
 
 
 def refold_backend(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -35,9 +33,8 @@ def refold_backend(gm: GraphModule, example_inputs: Sequence[Any], **options: An
     rewritten = _rewrite(bound, weights=True)
     compiled = _inductor(rewritten, [inputs[i] for i in free], options)
     weights = [x for i, x in enumerate(inputs) if i not in set(free)]
-    if _shares_memory(rewritten):
-        return lambda *args: compiled(*(args[i] for i in free))
-    return _Watched(compiled, free, weights, lambda: _inductor(gm, inputs, options))
+    freshness = Freshness(weights, rewritten, follows=True)
+    return _Watched(compiled, free, freshness, lambda: _inductor(gm, inputs, options))
 
 
 def _inductor(gm: GraphModule, inputs: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -48,20 +45,20 @@ def _inductor(gm: GraphModule, inputs: list[Any], options: dict[str, Any]) -> Ca
 
 
 class _Watched:
-    """Runs the rewritten graph while the weights it was made from are unchanged, and the original one afterwards."""
+    """Runs the rewritten graph while it has the weights that the model has, and the original one afterwards."""
 
     def __init__(
-        self, fast: Callable[..., Any], free: list[int], weights: list[Any], original: Callable[[], Callable[..., Any]]
+        self,
+        fast: Callable[..., Any],
+        free: list[int],
+        freshness: Freshness,
+        original: Callable[[], Callable[..., Any]],
     ) -> None:
-        self.fast, self.free, self.weights, self.make_original = fast, free, weights, original
-        self.versions = self._versions()
+        self.fast, self.free, self.freshness, self.make_original = fast, free, freshness, original
         self.original: Callable[..., Any] | None = None
 
-    def _versions(self) -> list[int | None]:
-        return [fx_private.version_of(weight) for weight in self.weights]
-
     def __call__(self, *args: Any) -> Any:
-        if self.original is None and self._versions() == self.versions:
+        if self.original is None and self.freshness.is_fresh():
             return self.fast(*(args[i] for i in self.free))
         self.original = self.original or self.make_original()
         return self.original(*args)
@@ -109,9 +106,3 @@ def _rewrite(gm: GraphModule, *, weights: bool) -> GraphModule:
 
 def _touches_no_weights(transformation: Transformation) -> bool:
     return isinstance(transformation, Rewrite) and transformation.kind == "graph"
-
-
-def _shares_memory(gm: GraphModule) -> bool:
-    """Whether weights written in place are seen by the rewritten graph: merged ones are views of the merged memory."""
-    records = [record for change in history(gm) for record in change.maps]
-    return all(isinstance(record.map.operation, Concatenate) for record in records)

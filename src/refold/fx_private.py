@@ -362,6 +362,14 @@ def address_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """The address of the memory that a tensor is a part of; None for tensors that have none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
 def version_of(tensor: torch.Tensor) -> int | None:
     """The in-place counter of a tensor; None for tensors that do not keep one."""
     try:

@@ -14,12 +14,13 @@ from refold.capture import trace
 from refold.capturing.errors import CaptureError
 from refold.change import Change
 from refold.errors import RefoldError
-from refold.executors import Signature
+from refold.executors import Signature, executor_named
 from refold.explaining import hollow_copy
 from refold.history import history
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, as_call, device_of_call, split
-from refold.optimizing.choosing import choose
+from refold.optimizing.choosing import ORIGINAL, choose
+from refold.optimizing.freshness import Freshness, read_in_eval
 from refold.optimizing.optimized import OptimizedModule, Variant
 from refold.optimizing.pipeline import chosen_pipeline
 from refold.optimizing.progress import Progress, shown, silent
@@ -109,11 +110,15 @@ def _build(
         tell=_part(tell, 0.55, 1.0),
     )
     if gm is not None and choice.rewrites_hinder:
-        steps = take_back(gm, steps, f"{choice.name} runs the model faster without the rewrites.")
+        steps = take_back(gm, steps, f"{choice.name} runs the model as fast without the rewrites.")
+        if choice.follows_weights:  # it reads them from where they lay, and merged ones have just moved
+            choice.run = executor_named(choice.name).prepare(gm, args, kwargs)
     exactness = None if gm is None else _exactness(gm, args, kwargs, steps, reference)
     changes = [] if gm is None else _changes_by_step(gm, steps)
     report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
-    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, choice.follows_weights, report)
+    weights = [] if choice.name == ORIGINAL else read_in_eval(model)
+    freshness = Freshness(weights, gm, follows=choice.follows_weights)
+    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report)
 
 
 def _captured(model: nn.Module, args: Any, kwargs: Any, notes: list[str]) -> GraphModule | None:

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from refold import fx_private
 from refold.executors import Runner, Signature, UnsupportedInput
 from refold.history import history, undo
+from refold.optimizing.freshness import Freshness, read_in_eval
 from refold.report.data import Report
-from refold.weights import Concatenate
 
 _MOST_NOTES = 20
 
@@ -30,20 +29,12 @@ class Variant:
     graph_module: GraphModule | None
     run: Callable[..., Any]
     executor: str
-    follows_weights: bool
+    freshness: Freshness
     report: Report
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call whose tensors the signature has checked already: a runner would check them once more."""
         return self.run.run(tensors) if isinstance(self.run, Runner) else self.run(*args, **kwargs)
-
-    @functools.cached_property
-    def shares_weights(self) -> bool:
-        """Whether weights that are written in place in the original are seen: only merged views share memory."""
-        if not self.follows_weights or self.graph_module is None:
-            return self.follows_weights
-        maps = [record.map.operation for change in history(self.graph_module) for record in change.maps]
-        return all(isinstance(operation, Concatenate) for operation in maps)
 
 
 class OptimizedModule(nn.Module):
@@ -63,8 +54,6 @@ class OptimizedModule(nn.Module):
         hidden["variants"] = [variant]
         hidden["notes"] = []
         hidden["_reoptimize"] = reoptimize
-        hidden["_watched"] = _read_in_eval(original)
-        hidden["_versions"] = self._current_versions()
         hidden["forward"] = _signed_like(original.forward, self._forward)
         self.__dict__["training"] = original.training
 
@@ -93,7 +82,7 @@ class OptimizedModule(nn.Module):
                 continue
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 return "gradients of an input are asked for"
-            if not variant.shares_weights and self._current_versions() != self._versions:
+            if not variant.freshness.is_fresh():
                 return "weights of the original were changed since it was optimized"
             return variant, tensors
         if self._reoptimize is None or not self.variants:
@@ -110,9 +99,6 @@ class OptimizedModule(nn.Module):
     def _note(self, note: str) -> None:
         if note not in self.notes and len(self.notes) < _MOST_NOTES:
             self.notes.append(note)
-
-    def _current_versions(self) -> list[int | None]:
-        return fx_private.versions_of(self.__dict__["_watched"])
 
     # --- what it tells and gives back ------------------------------------------------------------------------------
 
@@ -170,8 +156,9 @@ class OptimizedModule(nn.Module):
         return self.original.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        before = read_in_eval(self.original)
         loaded = self.original.load_state_dict(*args, **kwargs)
-        if not all(map(is_, self._watched, _read_in_eval(self.original))):  # assign=True puts other tensors there
+        if not all(map(is_, before, read_in_eval(self.original))):  # assign=True puts other tensors there
             self.restore()
             self._note("weights were assigned since it was optimized: runs the original; call refold.optimize again")
         return loaded
@@ -196,13 +183,6 @@ class OptimizedModule(nn.Module):
 
     def __reduce__(self) -> Any:
         return (_itself, (self.original,))
-
-
-def _read_in_eval(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers whose values count in eval mode: how many batches a batch norm saw does not."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    counters = {id(norm.num_batches_tracked) for norm in norms}
-    return [weight for weight in (*model.parameters(), *model.buffers()) if id(weight) not in counters]
 
 
 def _signed_like(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,179 @@
+"""What was built from a model never computes with weights that the model no longer has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import refold
+from refold.executors import Executor, Signature, builtin
+from refold.optimizing import choosing
+from refold.optimizing.freshness import Freshness, read_in_eval
+from refold.optimizing.optimized import OptimizedModule, Variant
+from refold.report.data import ModelSummary, Report
+
+
+class Linears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.query(x) + 2 * self.key(x) + 3 * self.value(x)
+
+
+class Columns(nn.Module):
+    """Weights of (in, out), as GPT-2 has them: merged by columns, which are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+        self.bias_1, self.bias_2 = (nn.Parameter(torch.randn(8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias_1, x, self.first) * torch.addmm(self.bias_2, x, self.second)
+
+
+def merged(model: nn.Module, x: torch.Tensor) -> OptimizedModule:
+    """As refold.optimize makes it, but for sure with the merge."""
+
+    def built(x: torch.Tensor) -> Variant:
+        gm = refold.trace(model, x, dynamic=False)
+        refold.MergeLinears()(gm)
+        assert len(refold.history(gm)) == 1, "the merge must have fired"
+        freshness = Freshness(read_in_eval(model), gm, follows=True)
+        return Variant(Signature.of((x,), {}), gm, gm, "plain", freshness, Report("merged", ModelSummary("model")))
+
+    return OptimizedModule(model, built(x), lambda args, kwargs: built(*args))
+
+
+def fell_back(optimized: OptimizedModule) -> bool:
+    return any("weights of the original were changed" in note for note in optimized.notes)
+
+
+def change(*tensors: torch.Tensor) -> None:
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(3)
+
+
+def output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(x).clone()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_merged_weights_are_followed(x: torch.Tensor):
+    model = Linears().eval()
+    optimized = merged(model, x)
+    before = output(optimized, x)
+    change(model.query.weight, model.value.bias)
+    torch.testing.assert_close(output(optimized, x), output(model, x))
+    assert not torch.equal(before, output(optimized, x)) and not fell_back(optimized)
+
+
+def test_weights_that_were_joined_by_columns_are_copies(x: torch.Tensor):
+    model = Columns().eval()
+    optimized = merged(model, x)
+    change(model.first)
+    torch.testing.assert_close(output(optimized, x), output(model, x))
+    assert fell_back(optimized)
+
+
+def test_a_second_merge_parts_the_first_from_the_weights(x: torch.Tensor):
+    model = Linears().eval()
+    optimized = merged(model, x)
+    torch.testing.assert_close(output(optimized, x[:2]), output(model, x[:2]))
+    assert len(optimized.variants) == 2
+    torch.testing.assert_close(output(optimized, x), output(model, x))
+    assert not fell_back(optimized), "the parted copy still holds the same weights"
+    change(model.query.weight)
+    torch.testing.assert_close(output(optimized, x), output(model, x))
+    torch.testing.assert_close(output(optimized, x[:2]), output(model, x[:2]))
+    assert fell_back(optimized)
+
+
+def test_weights_that_changed_before_the_parting_was_seen(x: torch.Tensor):
+    model = Linears().eval()
+    first = merged(model, x)
+    second = merged(model, x)
+    change(model.query.weight)
+    torch.testing.assert_close(output(first, x), output(model, x))
+    assert fell_back(first)
+    torch.testing.assert_close(output(second, x), output(model, x))
+    assert not fell_back(second)
+    second.restore()
+    change(model.key.weight)
+    torch.testing.assert_close(output(first, x), output(model, x))
+
+
+def test_what_is_built_after_a_change_is_used(x: torch.Tensor):
+    model = Columns().eval()
+    optimized = merged(model, x)
+    change(model.first)
+    torch.testing.assert_close(output(optimized, x[:2]), output(model, x[:2]))
+    assert len(optimized.variants) == 2 and not fell_back(optimized)
+    torch.testing.assert_close(output(optimized, x[:2]), output(model, x[:2]))
+    assert not fell_back(optimized)
+
+
+class FixedAddresses(Executor):
+    """Reads the weights from where they lay when it was prepared, as a CUDA graph does."""
+
+    name = "fixed-addresses"
+
+    def available(self, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        addresses = [weight.data_ptr() for weight in module.parameters()]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            assert addresses == [weight.data_ptr() for weight in module.parameters()], "it would read freed memory"
+            return module(*args, **kwargs)
+
+        return run
+
+
+def test_what_reads_fixed_addresses_is_prepared_again_when_merged_weights_move(
+    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(builtin, "BUILT_IN", (*builtin.BUILT_IN, FixedAddresses()))
+    monkeypatch.setattr(choosing.Choice, "rewrites_hinder", True)
+    model = Linears().eval()
+    optimized = refold.optimize(
+        model, (x,), backend="fixed-addresses", pipeline=[refold.MergeLinears()], progress=False
+    )
+    assert not refold.history(optimized.graph_module), "the merge was taken back"
+    torch.testing.assert_close(output(optimized, x), output(model, x))
+    assert not optimized.notes
+
+
+def test_memory_that_is_read_is_held_when_the_weights_move(x: torch.Tensor):
+    model = Linears().eval()
+    freshness = Freshness(read_in_eval(model), None, follows=True)
+    address = model.query.weight.data_ptr()
+    optimized = merged(model, x)
+    assert model.query.weight.data_ptr() != address
+    assert freshness.is_fresh()
+    assert address in [held.data_ptr() for _, held in freshness._held or ()]
+    change(model.query.weight)
+    assert not freshness.is_fresh()
+    assert optimized.graph_module is not None
+
+
+def test_how_many_batches_a_norm_saw_is_no_weight():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    freshness = Freshness(read_in_eval(model), None, follows=False)
+    model[1].num_batches_tracked.add_(1)
+    assert freshness.is_fresh()
+    model[1].running_mean.add_(1)
+    assert not freshness.is_fresh()
