@@ -17,6 +17,7 @@ from refold.errors import RefoldError
 from refold.executors import Signature, executor_named
 from refold.explaining import hollow_copy
 from refold.history import history
+from refold.optimizing.all_ones import without_masks_of_ones
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, as_call, device_of_call, split
 from refold.optimizing.choosing import ORIGINAL, choose
@@ -29,6 +30,7 @@ from refold.optimizing.steps import Step, take_back, take_steps
 from refold.report.data import GraphData
 from refold.report.graph import graph_data
 from refold.transformation import Transformation
+from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
 from refold.verify import OutputReference, Verification
 
 
@@ -88,6 +90,7 @@ def _build(
     """Everything for one input signature."""
     args, kwargs = split(inputs)
     notes: list[str] = []
+    device = device_of_call(model, inputs)
     tell("capturing", 0.0)
     gm = _captured(model, args, kwargs, notes)
     before = GraphData() if gm is None else graph_data(gm)
@@ -103,7 +106,7 @@ def _build(
         inputs,
         untouched=original if any(step.status == "kept" for step in steps) else None,
         backend=backend,
-        device=device_of_call(model, inputs),
+        device=device,
         reference=reference,
         level=level,
         budget=budget,
@@ -113,12 +116,26 @@ def _build(
         steps = take_back(gm, steps, f"{choice.name} runs the model as fast without the rewrites.")
         if choice.follows_weights:  # it reads them from where they lay, and merged ones have just moved
             choice.run = executor_named(choice.name).prepare(gm, args, kwargs)
+    all_ones = None
+    if gm is not None and choice.name != ORIGINAL and _drops_masks(pipeline, level, device):
+        tell("timing calls without a mask of ones", 1.0)
+        executor = executor_named(choice.name)
+        all_ones = without_masks_of_ones(
+            gm, choice.run, executor, inputs, reference=reference, level=level, budget=budget
+        )
+        notes += [] if all_ones is None else [str(all_ones)]
     exactness = None if gm is None else _exactness(gm, args, kwargs, steps, reference)
     changes = [] if gm is None else _changes_by_step(gm, steps)
     report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
     weights = [] if choice.name == ORIGINAL else read_in_eval(model)
     freshness = Freshness(weights, gm, follows=choice.follows_weights)
-    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report)
+    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, all_ones)
+
+
+def _drops_masks(pipeline: tuple[Transformation, ...], level: str, device: torch.device) -> bool:
+    """Whether masks are to be dropped, and where that pays: the attention kernels of CPUs do not mind a mask."""
+    wanted = any(isinstance(step, SimplifyAttentionMask) for step in pipeline)
+    return wanted and (device.type == "cuda" or level == "max")
 
 
 def _captured(model: nn.Module, args: Any, kwargs: Any, notes: list[str]) -> GraphModule | None:

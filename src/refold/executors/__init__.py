@@ -8,6 +8,7 @@ from .base import (
     UnsupportedInput,
     executor_named,
     executors,
+    run_checked,
     unavailable,
 )
 from .compiled import Compile, Freeze
@@ -32,5 +33,6 @@ __all__ = [
     "UnsupportedInput",
     "executor_named",
     "executors",
+    "run_checked",
     "unavailable",
 ]

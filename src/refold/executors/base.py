@@ -33,6 +33,10 @@ class Executor(ABC):
     name: str
     follows_weights: bool = True
     """Whether the callable sees weights that are changed in place after `prepare`."""
+    takes_minutes: bool = False
+    """Whether preparing is too long for everyday use: it is tried with `level="max"` only."""
+    superseded_by: str | None = None
+    """An executor that does the same and more: where it is ready, this one is tried with `level="max"` only."""
 
     @abstractmethod
     def available(self, device: torch.device) -> str | None:
@@ -62,6 +66,13 @@ class Runner(ABC):
     @abstractmethod
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """Compute the output from the checked tensors of the call."""
+
+
+def run_checked(
+    run: Callable[..., Any], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a call whose tensors its signature has checked already: a runner would check them once more."""
+    return run.run(tensors) if isinstance(run, Runner) else run(*args, **kwargs)
 
 
 def executors(device: torch.device | str | None = None) -> dict[str, Executor]:
@@ -136,6 +147,7 @@ __all__ = [
     "executors",
     "first_line",
     "refuse_training",
+    "run_checked",
     "run_example",
     "unavailable",
 ]

@@ -19,7 +19,7 @@ BUILT_IN: tuple[Executor, ...] = (
     OpenVino(),
     CudaGraph("compile+cuda_graph", inner=Compile("compile")),
     Freeze("compile-freezing", device="cpu"),
-    Compile("compile"),
+    Compile("compile", superseded_by="compile-freezing"),
     CudaGraph("compile-autotune+cuda_graph", inner=_AUTOTUNE),
     Freeze("compile-freezing-autotune", device="cpu", options={"max_autotune": True}),
     OnnxRuntime("onnxruntime-opset23", opset=23),

@@ -23,12 +23,20 @@ class _Inductor(Executor):
     """What the executors of this file share: a name, the device they are for, and inductor's settings."""
 
     def __init__(
-        self, name: str, *, device: str | None = None, mode: str | None = None, options: dict[str, Any] | None = None
+        self,
+        name: str,
+        *,
+        device: str | None = None,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        superseded_by: str | None = None,
     ) -> None:
         self.name = name
         self.device = device
         self.mode = mode
         self.options = options
+        self.superseded_by = superseded_by
+        self.takes_minutes = "max-autotune" in (mode or "") or bool((options or {}).get("max_autotune"))
 
     def available(self, device: torch.device) -> str | None:
         if device.type == "cuda" and not torch.cuda.is_available():

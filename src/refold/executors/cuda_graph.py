@@ -51,6 +51,10 @@ class CudaGraph(Executor):
     def follows_weights(self) -> bool:  # type: ignore[override]
         return self.inner.follows_weights
 
+    @property
+    def takes_minutes(self) -> bool:  # type: ignore[override]
+        return self.inner.takes_minutes
+
     def available(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"a CUDA graph needs a CUDA device, not {device.type}"

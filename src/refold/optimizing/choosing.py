@@ -20,7 +20,6 @@ from refold.verify import OutputReference
 ORIGINAL = "original"
 _MEASURE_SECONDS = 10.0
 _CONFIDENCE = 0.95
-_FROZEN = "compile-freezing"
 _REWRITTEN = "rewritten"
 
 
@@ -128,16 +127,16 @@ def _try_without_rewrites(
         choice.run, choice.grades = ready[name], choice.grades | grades
 
 
-def _why_not_now(name: str, ready: Collection[str], level: str, budget: Budget) -> str | None:
-    """Why there is no time for an executor. Autotuning takes minutes, and gains little once graphs are replayed."""
+def _why_not_now(executor: Executor, ready: Collection[str], level: str, budget: Budget) -> str | None:
+    """Why there is no time for an executor."""
     if budget.left <= 0:
         return "the time budget was spent"
     if level == "max":
         return None
-    if "autotune" in name:
-        return "autotuning takes minutes; level='max' tries it"
-    if name == "compile" and _FROZEN in ready:
-        return f"{_FROZEN} is the same with the weights as constants; level='max' tries both"
+    if executor.takes_minutes:
+        return "preparing it takes minutes; level='max' tries it"
+    if executor.superseded_by in ready:
+        return f"{executor.superseded_by} does the same and more; level='max' tries both"
     return None
 
 
@@ -164,7 +163,7 @@ def _prepare(
     grades: dict[str, str] = {}
     for i, (name, executor) in enumerate(wanted.items()):
         tell(f"preparing {name}", 0.9 * i / len(wanted))
-        reason = _why_not_now(name, ready, level, budget)
+        reason = _why_not_now(executor, ready, level, budget)
         if ready and reason is not None:
             left_out[name] = reason
             continue
