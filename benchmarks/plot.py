@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ def write_page(found: dict[str, dict[str, Any]]) -> str:
         "Made by `benchmarks/models.py` and `benchmarks/plot.py`. Models are built from configurations with random",
         "weights. All contenders of a case run in one process and take turns; a number is the median of the ratios of",
         "all rounds. *Error* is the relative error against a float64 run of the eager model, divided by that of",
-        "eager itself: 1 is as exact as eager, below 1 is more exact. A dash: it could not run (see below the table).",
+        "eager itself: 1 is as exact as eager, below 1 is more exact. A dash: it was not in the race of that case, or",
+        "could not run (see below the table).",
         "",
     ]
     for kind, data in found.items():
@@ -148,8 +150,11 @@ def means(cases: dict[str, Any]) -> list[str]:
         *mean_line("the best of torch.compile and eager", either),
         *mean_line("the best engine", engines),
     ]
-    modes = sorted({name for row in cases.values() for name in row["contenders"] if name.startswith("torch.compile")})
-    return [*lines, f"- The modes of torch.compile in this race: {', '.join(modes) or 'none'}."]
+    modes = Counter(name for row in cases.values() for name in row["contenders"] if name.startswith("torch.compile"))
+    run = [
+        name if count == len(cases) else f"{name} ({count} of {len(cases)})" for name, count in sorted(modes.items())
+    ]
+    return [*lines, f"- The modes of torch.compile in this race: {', '.join(run) or 'none'}."]
 
 
 def mean_line(rival: str, ratios: list[float]) -> list[str]:
