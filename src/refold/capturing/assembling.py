@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from refold.capturing.effects import has_effect
 from refold.capturing.module import Captured, empty_captured
+from refold.capturing.raising import above
 
 
 def assemble(
@@ -46,7 +47,7 @@ def _add_modules(
     captured: Captured, model: nn.Module, called: set[str], read: set[str], twins: Mapping[str, nn.Module]
 ) -> None:
     """The called modules themselves, and fresh containers above them, in the order the model has them."""
-    containers = {prefix for path in called | read for prefix in _prefixes(path)}
+    containers = {prefix for path in called | read for prefix in above(path)}
     for path, module in model.named_modules(remove_duplicate=False):
         if path in called:
             parent, name = _parent(captured, path)
@@ -58,14 +59,9 @@ def _add_modules(
 def _second_names(model: nn.Module, called: set[str], read: set[str]) -> set[str]:
     """Other names of parameters that the graph reads: the model's checkpoints hold them too."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
-    there = {name for name in tensors if name in read or not called.isdisjoint(_prefixes(name))}
+    there = {name for name in tensors if name in read or not called.isdisjoint(above(name))}
     kept = {id(tensors[name]) for name in there}
     return {name for name, parameter in tensors.items() if name not in there and id(parameter) in kept}
-
-
-def _prefixes(path: str) -> list[str]:
-    names = path.split(".")
-    return [".".join(names[:i]) for i in range(1, len(names))]
 
 
 def _add_tensors(captured: Captured, model: nn.Module, read: set[str]) -> None:

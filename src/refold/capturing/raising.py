@@ -50,7 +50,7 @@ def raise_modules(graph: fx.Graph, model: nn.Module, split: Collection[str] = ()
     raised = Raised()
     names = names_of_tensors(model)
     for (_call, path), nodes in calls_of(graph, model, is_leaf).items():
-        if any(above in split for above in _above(path)):
+        if any(above in split for above in above(path)):
             raised.refused.append(
                 Refusal(path, type(model.get_submodule(path)).__name__, "it is held by a module that was split")
             )
@@ -59,8 +59,8 @@ def raise_modules(graph: fx.Graph, model: nn.Module, split: Collection[str] = ()
     return raised
 
 
-def _above(path: str) -> Iterator[str]:
-    """The paths of the modules that hold this one."""
+def above(path: str) -> Iterator[str]:
+    """The paths of the modules that hold what stands at a path, from the inside out."""
     while "." in path:
         path = path.rpartition(".")[0]
         yield path
