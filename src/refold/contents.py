@@ -7,10 +7,10 @@ buffers), and transformations that others wrote may write into any.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
+from itertools import chain, compress
+from operator import eq, is_
 from typing import Any
 
 KINDS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
@@ -32,6 +32,9 @@ class Contents:
 
 
 _DICTS = frozenset({dict, OrderedDict, defaultdict})
+_BATCH = 64
+_NESTING = KINDS | {tuple}
+"""What may have containers inside."""
 
 
 class Holdings:
@@ -50,16 +53,13 @@ class Holdings:
             return []
         return [container for container, copy in self if not holds_just(container, copy)]
 
+    def by_id(self) -> dict[int, Any]:
+        """The copies, by the ids of the containers."""
+        return dict(zip(map(id, self.live), self.copies, strict=True))
+
     def _are_dicts_as_they_were(self) -> bool:
-        """Whether all are dicts, as they nearly always are, and hold the same; all at once, because there are many."""
-        if not set(map(type, self.live)) <= _DICTS:
-            return False
-        if list(map(len, self.live)) != list(map(len, self.copies)):
-            return False
-        if list(chain.from_iterable(self.live)) != list(chain.from_iterable(self.copies)):
-            return False
-        now, then = (chain.from_iterable(map(dict.values, dicts)) for dicts in (self.live, self.copies))
-        return all(map(is_, now, then))
+        """Whether all are dicts, as they nearly always are, and hold the same."""
+        return set(map(type, self.live)) <= _DICTS and hold_the_same(self.live, self.copies)
 
     def restore(self) -> None:
         """Let all of them hold what they held."""
@@ -68,11 +68,42 @@ class Holdings:
                 fill(container, copy)
 
 
-def inside(containers: Iterable[Any]) -> list[Any]:
+def hold_the_same(dicts: Sequence[dict[Any, Any]], others: Sequence[dict[Any, Any]]) -> bool:
+    """Whether every dict has the very objects of its partner, under the same keys in the same order. There are many, so
+    there is no step of the interpreter for each."""
+    return all(_hold_the_same(dicts[batch], others[batch]) for batch in batches(len(dicts)))
+
+
+def _hold_the_same(dicts: Sequence[dict[Any, Any]], others: Sequence[dict[Any, Any]]) -> bool:
+    if list(map(len, dicts)) != list(map(len, others)):
+        return False
+    if list(chain.from_iterable(dicts)) != list(chain.from_iterable(others)):
+        return False
+    now, then = (chain.from_iterable(map(dict.values, side)) for side in (dicts, others))
+    return all(map(is_, now, then))
+
+
+def batches(count: int) -> list[slice]:
+    """Parts of a long list. One part, with all that hangs on it, stays in the processor's cache while it is gone
+    through several times."""
+    return [slice(start, start + _BATCH) for start in range(0, count, _BATCH)]
+
+
+def places_that_differ(dicts: list[dict[Any, Any]], others: list[dict[Any, Any]]) -> list[int]:
+    """Where dicts in a list do not hold just what their partners hold. Most do, and most others differ in size."""
+    sizes, other_sizes = list(map(len, dicts)), list(map(len, others))
+    same_size = list(map(eq, sizes, other_sizes))
+    if hold_the_same(list(compress(dicts, same_size)), list(compress(others, same_size))):
+        return [place for place, same in enumerate(same_size) if not same]
+    return [place for place in range(len(dicts)) if not holds_just(dicts[place], others[place])]
+
+
+def inside(containers: list[Any]) -> list[Any]:
     """The containers inside these containers, at any depth."""
-    pending = list(containers)
-    known = set(map(id, pending))
-    pending = [entry for container in pending for entry in _entries(container)]
+    pending = [entry for container in containers for entry in _entries(container) if type(entry) in _NESTING]
+    if not pending:
+        return []  # as nearly always
+    known = set(map(id, containers))
     found = []
     while pending:
         value = pending.pop()

@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 
 from refold import fx_private
 from refold.change import Change, TableChange, join_path
+from refold.contents import places_that_differ
 from refold.fingerprint import same_bits
 from refold.keeping import keep, with_holders
 from refold.module_tree import ModuleRecord
@@ -32,19 +33,19 @@ def difference(before: Snapshot, after: Look, maps: Iterable[MapRecord] = ()) ->
     maps = tuple(maps)
     old, new = before.nodes, after.nodes
     names = {row[0]: row[1] for row in before.graph.rows}
-    erased = {name: _record(old[name], names) for name in old if name not in new}
-    created = {name: _record(new[name], None) for name in new if name not in old}
+    same_order = list(old) == list(new)
+    erased = {} if same_order else {name: _record(old[name], names) for name in old if name not in new}
+    created = {} if same_order else {name: _record(new[name], {}) for name in new if name not in old}
     changed = dict(_changed_nodes(old, new, names, _readers_of_renamed(after, names)))
     mapped = with_holders(name for record in maps for name in record.map.sources.values())
     suspects = _same_modules(before, after)
     tables = _changed_tables(suspects, after.root is not before.tree.root, mapped)
     attributes = _changed_attributes(suspects, after.written)
-    moved = [] if list(old) == list(new) else _moved([n for n in old if n in new], [n for n in new if n in old])
+    moved = [] if same_order else _moved([n for n in old if n in new], [n for n in new if n in old])
     codegen = MISSING if before.graph.codegen is after.graph.codegen else before.graph.codegen
     trainable = before.changed_trainable()
     if not (erased or created or changed or tables or attributes or moved or trainable) and codegen is MISSING:
         return None
-    counts = {k: before.base_counts.get(k, MISSING) for k, v in after.base_counts.items() if _differs(before, k, v)}
     return Change(
         signature=0,
         name="",
@@ -57,8 +58,8 @@ def difference(before: Snapshot, after: Look, maps: Iterable[MapRecord] = ()) ->
         tables=tables,
         attributes=attributes,
         metas=_changed_metas(before, after),
-        names_added=frozenset(after.used_names - before.used_names),
-        counts=counts,
+        names_added=frozenset(after.used_names - before.graph.used_names),
+        counts=_changed_counts(before.graph.base_counts, after.base_counts),
         training=bool(before.tree.record(0).everything.get("training", False)),
         codegen=codegen,
         maps=maps,
@@ -66,21 +67,27 @@ def difference(before: Snapshot, after: Look, maps: Iterable[MapRecord] = ()) ->
     )
 
 
-def _differs(before: Snapshot, name: str, count: int) -> bool:
-    return before.base_counts.get(name) != count
+def _changed_counts(old: dict[str, int], new: dict[str, int]) -> dict[str, Any]:
+    """The counters that are not as they were, as they were."""
+    return {} if old == new else {k: old.get(k, MISSING) for k, v in new.items() if old.get(k) != v}
 
 
-def _record(row: fx_private.Row, names: dict[Node, str] | None) -> NodeRecord:
-    """A photographed node as plain data; `names` gives the names nodes had at that moment."""
-
-    def refer(value: Any) -> Any:
-        if not isinstance(value, Node):
-            return value
-        return Ref(value.name if names is None else names.get(value, value.name))
-
+def _record(row: fx_private.Row, names: dict[Node, str]) -> NodeRecord:
+    """A photographed node as plain data; `names` gives the names nodes had at that moment, if not those of now."""
     _node, name, op, target, args, kwargs, type_ = row
-    plain = tuple([a if type(a) in _ATOMS else refer(a) if type(a) is Node else map_aggregate(a, refer) for a in args])
-    return NodeRecord(name, op, target, plain, map_aggregate(kwargs, refer) if kwargs else kwargs, type_)
+    plain = tuple([_refer(a, names) if type(a) not in _ATOMS else a for a in args])
+    return NodeRecord(name, op, target, plain, _refer(kwargs, names) if kwargs else kwargs, type_)
+
+
+def _refer(value: Any, names: dict[Node, str]) -> Any:
+    """A value with names in the place of nodes."""
+    if type(value) is Node:
+        return Ref(names.get(value, value.name))
+
+    def refer(item: Any) -> Any:
+        return Ref(names.get(item, item.name)) if isinstance(item, Node) else item
+
+    return map_aggregate(value, refer)
 
 
 def _readers_of_renamed(after: Look, names: dict[Node, str]) -> set[Node]:
@@ -96,7 +103,7 @@ def _changed_nodes(
         new_row = new.get(name)
         if new_row is None or (new_row is row and row[0] not in suspects):
             continue
-        before, after = _record(row, names), _record(new_row, None)
+        before, after = _record(row, names), _record(new_row, {})
         if not _same_record(before, after):
             yield name, (before, after)
 
@@ -108,17 +115,16 @@ def _same_record(a: NodeRecord, b: NodeRecord) -> bool:
 
 def _changed_metas(before: Snapshot, after: Look) -> dict[str, dict[str, Any]]:
     """What was different in the metadata of nodes that stay, and the whole of those that were erased."""
-    changed = {}
-    metas: Iterable[dict[str, Any] | None] = after.graph.metas
-    if list(before.nodes) != list(after.nodes):
-        metas = map(dict(zip(after.nodes, after.graph.metas, strict=True)).get, before.nodes)
-    for name, old, new in zip(before.nodes, before.graph.metas, metas, strict=True):
-        if new is None:
-            changed[name] = dict(old)
-        elif len(old) != len(new) or [*old] != [*new] or not all(map(is_, old.values(), new.values())):
-            both = {**old, **new}
-            changed[name] = {k: old.get(k, MISSING) for k in both if both[k] is not old.get(k, MISSING) or k not in new}
-    return changed
+    names, old, new = list(before.nodes), before.graph.metas, after.graph.metas
+    if names != list(after.nodes):
+        now = dict(zip(after.nodes, new, strict=True))
+        new = [now.get(name, {}) for name in names]
+    return {names[i]: _changed_entries(old[i], new[i]) for i in places_that_differ(old, new)}
+
+
+def _changed_entries(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What is not as it was, as it was."""
+    return {k: old.get(k, MISSING) for k in {**old, **new} if old.get(k, MISSING) is not new.get(k, MISSING)}
 
 
 def _same_modules(before: Snapshot, after: Look) -> _Pairs:

@@ -66,16 +66,11 @@ def has_all_attributes(module: nn.Module, attributes: dict[str, Any]) -> bool:
     return live.keys() == attributes.keys() and all(map(operator.is_, live.values(), attributes.values()))
 
 
-_get_tables = operator.itemgetter(*TABLES)
-
-
-def tables_of(attributes: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The tables of parameters, of buffers and of children of many modules; scripted modules have none."""
-    try:
-        tables = list(map(_get_tables, attributes))
-    except KeyError:
-        tables = [_get_tables(d) for d in attributes if all(name in d for name in TABLES)]
-    return [list(kind) for kind in zip(*tables, strict=True)]
+def tensors_of(modules: list[nn.Module]) -> list[torch.Tensor]:
+    """The parameters, then the buffers, of modules; some scripted ones have no tables."""
+    live = [module.__dict__ for module in modules]
+    tables = [attributes.get(kind) for kind in ("_parameters", "_buffers") for attributes in live]
+    return [tensor for table in filter(None, tables) for tensor in table.values() if tensor is not None]
 
 
 def put_attributes_back(module: nn.Module, attributes: dict[str, Any]) -> None:
@@ -162,10 +157,12 @@ class GraphState:
 class WholeGraphState(GraphState):
     """All of a graph, so that `restore_graph` can bring it back, object for object."""
 
-    users: list[dict[Node, None]]
+    users: list[tuple[Node, ...]]
     details: list[tuple[Any, Any]]
     """Of each node: sort key, function that shows it."""
-    namespace: tuple[dict[Any, str], set[str], dict[str, int]]
+    obj_to_name: dict[Any, str]
+    used_names: set[str]
+    base_counts: dict[str, int]
     insert: Any
     derived: dict[str, Any]
     forward: dict[str, Any]
@@ -179,15 +176,14 @@ def rows_of(nodes: Iterable[Node]) -> list[Row]:
 def graph_state(gm: GraphModule) -> WholeGraphState:
     """What must be kept of a graph so that `restore_graph` can bring it back, object for object."""
     graph = gm.graph
-    names = graph._graph_namespace
-    namespace = (dict(names._obj_to_name), set(names._used_names), dict(names._base_count))
+    names = dict(graph._graph_namespace._obj_to_name)
     derived = {k: v for k, v in gm.__dict__.items() if k in _DERIVED}
     nodes = list(graph.nodes)
     rows = rows_of(nodes)
-    users = [n.users.copy() for n in nodes]
+    users = [tuple(n.users) for n in nodes]
     details = [(n._sort_key, n._repr_fn) for n in nodes]
     metas = [n.meta.copy() for n in nodes]
-    rest = (namespace, graph._insert, derived, _own_forward(gm))
+    rest = (names, used_names(graph), base_counts(graph), graph._insert, derived, _own_forward(gm))
     return WholeGraphState(graph, rows, metas, graph._codegen, users, details, *rest)
 
 
@@ -217,7 +213,8 @@ def restore_graph(gm: GraphModule, state: WholeGraphState) -> None:
         node, name, op, target, args, kwargs, type_ = row
         sort_key, repr_fn = detail
         fields = {"name": name, "op": op, "target": target, "type": type_, "meta": dict(meta), "graph": graph}
-        fields |= {"_args": args, "_kwargs": kwargs, "users": dict(users), "_input_nodes": _nodes_in(args, kwargs)}
+        fields |= {"_args": args, "_kwargs": kwargs, "_input_nodes": _nodes_in(args, kwargs)}
+        fields |= {"users": dict.fromkeys(users)}
         fields |= {"_erased": False, "_sort_key": sort_key, "_repr_fn": repr_fn, "_prev": previous}
         for field, value in fields.items():
             put(node, field, value)
@@ -228,9 +225,9 @@ def restore_graph(gm: GraphModule, state: WholeGraphState) -> None:
     put(graph._root, "_prev", previous)
     graph._len, graph._find_nodes_lookup_table = len(state.rows), lookup
     graph._codegen, graph._insert = state.codegen, state.insert
-    obj_to_name, used_names, base_count = state.namespace
     names = graph._graph_namespace
-    names._obj_to_name, names._used_names, names._base_count = dict(obj_to_name), set(used_names), dict(base_count)
+    names._obj_to_name, names._used_names = dict(state.obj_to_name), set(state.used_names)
+    names._base_count = dict(state.base_counts)
     graph._owning_module = gm
     for key in [k for k in gm.__dict__ if k in _DERIVED and k not in state.derived]:
         del gm.__dict__[key]
@@ -307,13 +304,24 @@ def rename_nodes(graph: Graph, names: list[str]) -> None:
         namespace._obj_to_name[node] = name
 
 
+def graph_order(nodes: list[Node]) -> dict[Node, int]:
+    """The place of every node."""
+    return dict(zip(nodes, range(len(nodes)), strict=True))
+
+
+def are_listed(graph: Graph, nodes: list[Node]) -> bool:
+    """Whether all nodes are in the table that `find_nodes` looks them up in."""
+    table = graph._find_nodes_lookup_table
+    return all(map(table.__contains__, nodes))
+
+
 def sort_users(graph: Graph) -> None:
     """Put every node's users in graph order, the order in which a trace makes them."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in [node for node in position if len(node.users) > 1]:
-        places = [*map(position.__getitem__, node.users)]
+    order = graph_order(list(graph.nodes))
+    for node in [node for node in order if len(node.users) > 1]:
+        places = [*map(order.__getitem__, node.users)]
         if places != sorted(places):
-            node.users = dict.fromkeys(sorted(node.users, key=position.__getitem__))
+            node.users = dict.fromkeys(sorted(node.users, key=order.__getitem__))
 
 
 def is_number_class(value: Any) -> bool:

@@ -17,6 +17,7 @@ from refold.errors import GraphEdited, NotAGraphModule, NothingToUndo, OutOfOrde
 from refold.expected import ExpectedGraph
 from refold.fingerprint import fingerprint
 from refold.gradients import gradients_back
+from refold.linting import lint
 from refold.releasing import Ledger
 from refold.restoring import Birth, find_tensor, put_back
 from refold.snapshot import Look, Snapshot
@@ -189,7 +190,7 @@ def _undo_all(
     for index in chosen:
         _undo_one(gm, index, weights, ledger)
     if lint_and_recompile:
-        gm.graph.lint()
+        lint(gm.graph)
         gm.recompile()
     return gm
 

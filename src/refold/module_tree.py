@@ -1,15 +1,15 @@
 """A photograph of all modules of a model. It is flat, so that comparing costs little; single modules come out of it on
 demand.
 
-Nearly every module is as it was when a transformation is done. To see that, the attributes of all modules lie in one
-list, and are compared with what is there now by identity, without a step of the interpreter for each.
+Nearly every module is as it was when a transformation is done. To see that, the attributes of all modules are compared
+at once with what is there now, by identity, without a step of the interpreter for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from itertools import accumulate, chain, islice
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from refold import fx_private
-from refold.contents import KINDS, Contents, Holdings, as_it_was, inside
+from refold.contents import KINDS, Contents, Holdings, as_it_was, batches, hold_the_same, holds_just, inside
 from refold.node_record import MISSING, same_value
 
 
@@ -91,37 +91,29 @@ class ModuleTree:
         self.root = root
         self.paths, self.modules = fx_private.all_modules(root)
         self._classes = list(map(type, self.modules))
-        attributes = [module.__dict__ for module in self.modules]
-        known: dict[tuple[str, ...], tuple[str, ...]] = {}  # modules of one class have the same names: kept once
-        self._names = [known.setdefault(names, names) for names in map(tuple, attributes)]
-        self._values = list(chain.from_iterable(map(dict.values, attributes)))
-        self._containers = [value for value in self._values if type(value) in KINDS]
+        self._attributes: list[dict[str, Any]] = []
+        self._containers: list[Any] = []
+        for batch in batches(len(self.modules)):
+            copies = [module.__dict__.copy() for module in self.modules[batch]]
+            self._attributes += copies
+            self._containers += [value for copy in copies for value in copy.values() if type(value) in KINDS]
         self._held = Holdings(filter(None, self._containers))
-        self._tables = fx_private.tables_of(attributes)
-        self.tensors = [t for table in chain(*self._tables[:2]) for t in table.values() if t is not None]
+        self._inside = Holdings(inside(self._held.live))
+        self.tensors = fx_private.tensors_of(self.modules)
         """The parameters, then the buffers, of all modules in order."""
-        tables = set(map(id, filter(None, chain(*self._tables))))  # these hold no containers
-        self._inside = Holdings(inside(held for held in self._held.live if id(held) not in tables))
 
     @cached_property
     def _table_ids(self) -> set[int]:
-        return set(map(id, chain(*self._tables)))
+        tables = [attributes.get(name) for attributes in self._attributes for name in fx_private.TABLES]
+        return {id(table) for table in tables if table is not None}
 
     @cached_property
     def _former(self) -> dict[int, Any]:
-        return {id(container): copy for container, copy in chain(self._held, self._inside)}
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(map(len, self._names)))
+        return self._held.by_id() | self._inside.by_id()
 
     def record(self, place: int) -> ModuleRecord:
         """One of the modules as it was."""
-        return ModuleRecord(self.modules[place], self._classes[place], dict(self._items(place)), self._former)
-
-    def _items(self, place: int) -> Iterator[tuple[str, Any]]:
-        names, end = self._names[place], self._ends[place]
-        return zip(names, self._values[end - len(names) : end], strict=True)
+        return ModuleRecord(self.modules[place], self._classes[place], self._attributes[place], self._former)
 
     # --- what is no longer as it was ---------------------------------------------------------------------------------
 
@@ -168,28 +160,25 @@ class ModuleTree:
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        return {path: place for place, path in enumerate(self.paths)}
+        return dict(zip(self.paths, range(len(self.paths)), strict=True))
 
     def _touched(self, written: set[int]) -> list[int]:
         """The places of modules that are not, or may not be, as they were."""
-        if not written and self._has_same_attributes():
-            return [] if self._is_same(0, written) else [0]
-        return [place for place in range(len(self.modules)) if not self._is_same(place, written)]
+        root_differs = not self._is_same(0, written)  # it nearly always does: recompiling leaves code there
+        if not written and self._are_same_below_root():
+            return [0] if root_differs else []
+        below = [place for place in range(1, len(self.modules)) if not self._is_same(place, written)]
+        return [0, *below] if root_differs else below
 
-    def _has_same_attributes(self) -> bool:
-        """Whether all modules have the attributes they had. The root does not count: a graph that was recompiled has
-        left its code there."""
-        attributes = [module.__dict__ for module in self.modules[1:]]
-        if list(map(type, self.modules)) != self._classes or list(map(tuple, attributes)) != self._names[1:]:
-            return False
-        now, then = chain.from_iterable(map(dict.values, attributes)), islice(self._values, len(self._names[0]), None)
-        return all(map(is_, now, then))
+    def _are_same_below_root(self) -> bool:
+        same_classes = all(map(is_, map(type, self.modules[1:]), self._classes[1:]))
+        return same_classes and hold_the_same([module.__dict__ for module in self.modules[1:]], self._attributes[1:])
 
     def _is_same(self, place: int, written: set[int]) -> bool:
         if type(self.modules[place]) is not self._classes[place]:
             return False
-        before, now = dict(self._items(place)), self.modules[place].__dict__
-        if list(now) != list(before) or not all(map(is_, now.values(), before.values())):
+        before, now = self._attributes[place], self.modules[place].__dict__
+        if not holds_just(now, before):
             return False
         return not written or written.isdisjoint(map(id, before.values()))
 
@@ -200,7 +189,7 @@ class ModuleTree:
         for place in self._touched(self.written()):
             if type(self.modules[place]) is not self._classes[place]:
                 self.modules[place].__class__ = self._classes[place]
-            fx_private.put_attributes_back(self.modules[place], dict(self._items(place)))
+            fx_private.put_attributes_back(self.modules[place], self._attributes[place])
         former = self._former
         for container in self._containers:
             if container and id(container) not in former:

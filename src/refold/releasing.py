@@ -77,7 +77,7 @@ class _Counts:
 def owned_alone(tree: ModuleTree) -> set[int]:
     """The large parameters that nothing refers to but one table of a module that nothing refers to but the next table,
     up to the root."""
-    if not any(size >= LARGE for size in fx_private.sizes_of(tree.tensors)):
+    if max(fx_private.sizes_of(tree.tensors), default=0) < LARGE:
         return set()
     one = _Counts()
     alone = {id(t) for t, count in _counted(tree.tensors) if count == one.tensor and _is_large(t)}

@@ -11,6 +11,7 @@ from refold.errors import BrokenTransformation, ReverseMismatch, WeightsChanged
 from refold.expected import ExpectedGraph, by_position, first_difference
 from refold.fingerprint import fingerprint
 from refold.history import History, attach, history, latest, undo_chosen
+from refold.linting import lint
 from refold.snapshot import NodeRecord, Snapshot, record_node
 from refold.transformation import ReversibleTransformation
 
@@ -63,7 +64,7 @@ def _reverse_checked(
         _run(t, gm)
         attach(gm, History(rest.changes, rest.birth, ExpectedGraph(gm.graph)))
     if lint_and_recompile:
-        gm.graph.lint()
+        lint(gm.graph)
         gm.recompile()
     return gm
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from operator import attrgetter, ne
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,6 @@ from refold.node_record import (
 )
 from refold.releasing import Ledger
 
-_MANY = (1).__lt__
 _TRAINABLE = attrgetter("requires_grad")
 
 __all__ = [
@@ -72,8 +72,6 @@ class Snapshot:
 
     graph: fx_private.WholeGraphState
     tree: ModuleTree
-    base_counts: dict[str, int]
-    used_names: set[str]
     ledger: Ledger
     """Weights whose memory was given up since."""
     versions: list[int | None]
@@ -85,10 +83,9 @@ class Snapshot:
         """Photograph a module. Linear in nodes and modules; no tensor is copied."""
         tree = ModuleTree(gm)
         ledger = Ledger(tree)  # counts references: before anything else holds a weight
-        counts, names = fx_private.base_counts(gm.graph), fx_private.used_names(gm.graph)
         versions, addresses = fx_private.versions_of(tree.tensors), fx_private.addresses_of(tree.tensors)
         trainable = list(map(_TRAINABLE, tree.tensors))
-        return cls(fx_private.graph_state(gm), tree, counts, names, ledger, versions, addresses, trainable)
+        return cls(fx_private.graph_state(gm), tree, ledger, versions, addresses, trainable)
 
     def again(self, gm: GraphModule) -> Look:
         """Look at a module once more, or at what was made of it. What is as it was takes its data from this photograph,
@@ -117,13 +114,13 @@ class Snapshot:
 
     def unsorted_users(self) -> dict[str, tuple[str, ...]]:
         """The users of nodes that have theirs in another order than the graph's."""
-        rows = self.graph.rows
-        place = {row[0]: i for i, row in enumerate(rows)}
+        rows, order = self.graph.rows, fx_private.graph_order([row[0] for row in self.graph.rows])
+        several = [(row[1], users) for row, users in zip(rows, self.graph.users, strict=True) if len(users) > 1]
         found = {}
-        for row, users in compress(zip(rows, self.graph.users, strict=True), map(_MANY, map(len, self.graph.users))):
-            places = [*map(place.__getitem__, users)]
+        for name, users in several:
+            places = [*map(order.__getitem__, users)]
             if places != sorted(places):
-                found[row[1]] = tuple(rows[i][1] for i in places)
+                found[name] = tuple(rows[i][1] for i in places)
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -134,8 +131,8 @@ class Snapshot:
         """Tensors of this photograph that were written to since, or whose data was replaced while they stayed in the
         module. (One that left it may have become a view of what took its place.)"""
         tensors = self.tree.tensors
-        written = list(compress(tensors, map(ne, self.versions, fx_private.versions_of(tensors))))
-        moved = list(compress(tensors, map(ne, self.addresses, fx_private.addresses_of(tensors))))
+        written = _where_differ(tensors, self.versions, fx_private.versions_of(tensors))
+        moved = _where_differ(tensors, self.addresses, fx_private.addresses_of(tensors))
         if not moved:
             return written
         stayed = set(map(id, ModuleTree(gm).tensors))
@@ -143,9 +140,14 @@ class Snapshot:
 
     def changed_trainable(self) -> dict[str, bool]:
         """By name: whether those tensors were trainable that are no longer what they were."""
-        now = map(_TRAINABLE, self.tree.tensors)
-        changed = {id(t) for t in compress(self.tree.tensors, map(ne, self.trainable, now))}
+        tensors = self.tree.tensors
+        changed = set(map(id, _where_differ(tensors, self.trainable, list(map(_TRAINABLE, tensors)))))
         return {n: not t.requires_grad for n, t in self.tensors().items() if id(t) in changed} if changed else {}
+
+
+def _where_differ(tensors: list[torch.Tensor], before: list[Any], now: list[Any]) -> list[torch.Tensor]:
+    """The tensors of which something is not what it was."""
+    return [] if before == now else list(compress(tensors, map(ne, before, now)))
 
 
 def _named_tensors(modules: Iterable[tuple[str, ModuleRecord]]) -> dict[str, torch.Tensor]:

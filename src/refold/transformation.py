@@ -15,6 +15,7 @@ from refold.errors import BrokenTransformation, NotATransformation
 from refold.fingerprint import fingerprint
 from refold.gradients import gradients_forward
 from refold.history import attach, check_graph_module, find_tensor, history, latest, push, undo_chosen, undo_signature
+from refold.linting import lint
 from refold.recipes import recipe_of
 from refold.result import Refused, Result, Rewritten, result, set_result
 from refold.signature import digest
@@ -148,7 +149,7 @@ def _transform(
             given = "nothing" if output is None else f"a {type(output).__name__}"
             raise BrokenTransformation(f"{label} returned {given}; transform must return the GraphModule.")
         if lint_and_recompile:
-            output.graph.lint()
+            lint(output.graph)
             output.recompile()
         if not isinstance(transformation, Unrecorded):
             _record(transformation, gm, output, before, notes)
@@ -175,7 +176,8 @@ def _record(
     if not notes.rewritten:
         notes.rewrote((*change.created, *change.changed), f"{len(change.describe())} edits")
     signature = transformation.signature
-    marked = frozenset(node.name for node in output.graph.nodes if signature in node.meta.get(_MARK, ()))
+    metas = zip(after.graph.rows, after.graph.metas, strict=True)
+    marked = frozenset([row[1] for row, meta in metas if _MARK in meta and signature in meta[_MARK]])
     gradients_forward(change.maps, lambda name: find_tensor(output, name))
     change = replace(
         change,
@@ -205,14 +207,17 @@ def _check_tensors_untouched(transformation: Transformation, before: Snapshot, o
 
 def _new_tensors(before: Snapshot, after: Look, notes: recording.Recording) -> dict[str, str]:
     """Fingerprints of tensors that no weight map accounts for."""
-    known = set(map(id, before.tree.tensors))
     mapped = {name for record in notes.maps for name in record.map.targets.values()}
+    unmapped = {name: tensor for name, tensor in after.tensors().items() if name not in mapped}
+    if not unmapped:
+        return {}
+    known = set(map(id, before.tree.tensors))
     copied = after.root is not before.tree.root
     if copied:
         old_prints = {fingerprint(tensor) for tensor in before.tensors().values()}
     fresh: dict[str, str] = {}
-    for name, tensor in after.tensors().items():
-        if name in mapped or id(tensor) in known:
+    for name, tensor in unmapped.items():
+        if id(tensor) in known:
             continue
         mark = fingerprint(tensor)
         if not (copied and mark in old_prints):
@@ -340,7 +345,7 @@ class LintAndRecompile(Unrecorded, ReversibleTransformation):
     preserves_computation = True
 
     def transform(self, graph_module: GraphModule) -> GraphModule:
-        graph_module.graph.lint()
+        lint(graph_module.graph)
         graph_module.recompile()
         return graph_module
 

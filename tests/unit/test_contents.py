@@ -15,7 +15,17 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 import refold
-from refold.contents import KINDS, Contents, Holdings, as_it_was, fill, holds_just, inside
+from refold.contents import (
+    KINDS,
+    Contents,
+    Holdings,
+    as_it_was,
+    fill,
+    hold_the_same,
+    holds_just,
+    inside,
+    places_that_differ,
+)
 
 
 class Keeper(nn.Module):
@@ -208,3 +218,31 @@ def test_identity_counts_not_equality() -> None:
     one, two = torch.ones(1), torch.ones(1)
     assert not holds_just([one], [two]) and not holds_just({"a": one}, {"a": two})
     assert not holds_just({"a": 1, "b": 2}, {"b": 2, "a": 1}) and not holds_just({1}, {1, 2})
+
+
+@pytest.mark.parametrize("place", [0, 63, 64, 199])
+def test_many_dicts_at_once(place: int) -> None:
+    dicts: list[dict[str, Any]] = [{"a": 1, "b": None} for _ in range(200)]
+    others = [d.copy() for d in dicts]
+    assert hold_the_same(dicts, others) and places_that_differ(dicts, others) == []
+    for other in ({"a": 1.0, "b": None}, {"a": True, "b": None}, {"b": None, "a": 1}, {"a": 1, "c": None}, {"a": 1}):
+        others[place] = other
+        assert not hold_the_same(dicts, others) and places_that_differ(dicts, others) == [place]
+    others[place - 1] = {}
+    assert set(places_that_differ(dicts, others)) == {place, range(200)[place - 1]}
+
+
+def test_only_containers_are_asked_whether_they_are_empty() -> None:
+    """A tensor, or an object with a mind of its own, may raise."""
+
+    class Moody:
+        def __bool__(self) -> bool:
+            raise RuntimeError("do not ask")
+
+        __eq__ = __len__ = __bool__  # type: ignore[assignment]
+        __hash__ = object.__hash__
+
+    gm = symbolic_trace(Keeper([]))
+    gm.kept, gm.mood, gm.moods = torch.ones(2), Moody(), [Moody()]
+    refold.ChangeTrueDivToMulByInverse()(gm)
+    assert gm.moods and isinstance(gm.mood, Moody)

@@ -24,6 +24,13 @@ def test_tables() -> None:
     assert not set(fx_private.TABLES) & set(fx_private.plain_attributes(layer))
 
 
+def test_tensors_of_modules() -> None:
+    norm, layer = nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False)
+    found = fx_private.tensors_of([norm, nn.ReLU(), layer])
+    wanted = [*norm.parameters(), layer.weight, *norm.buffers()]
+    assert len(found) == len(wanted) and all(map(lambda a, b: a is b, found, wanted))
+
+
 def test_what_a_graph_module_derives_is_not_plain() -> None:
     gm = attention()
     before = fx_private.plain_attributes(gm)

@@ -15,6 +15,7 @@ from refold.change import MISSING
 from refold.edit import Editor
 from refold.history import History, attach, history, undo
 from refold.hollow import hollow
+from refold.linting import lint
 from refold.match import GraphView
 from refold.recipes import transformation_from
 from refold.rewrite import Rewrite, Site
@@ -128,7 +129,7 @@ def replay(gm: GraphModule, steps: Iterable[Mapping[str, Any]]) -> None:
         if runner(gm, lint_and_recompile=False) is not gm or len(history(gm)) != number + 1:
             raise SaveError(f"{transformation!r} does not do again what it did when the module was saved.")
         _finish(gm, transformation, step)
-    gm.graph.lint()
+    lint(gm.graph)
     gm.recompile()
 
 
