@@ -112,29 +112,36 @@ def graph(make: Callable[[int], nn.Module], size: int) -> GraphModule:
 
 
 def linear() -> dict[str, Any]:
-    """Time per node of transform + reverse at 20,000 nodes, as a multiple of that at 1,000."""
+    """Time per node of transform + reverse at 20,000 nodes, as a multiple of that at 1,000; the two take turns, and the
+    ratio is taken round by round, so that a machine that drifts does not count."""
     report = {}
     for name, (t, make) in CASES.items():
-        small, large = (microseconds_per_node(t, make, size) for size in SIZES)
-        report[name] = {"µs per node at 1000": small, "µs per node at 20000": large, "growth": round(large / small, 3)}
+        graphs = [graph(make, size) for size in SIZES]
+        times: list[list[float]] = [[], []]
+        for _ in range(ROUNDS):
+            small = [microseconds_per_node(t, graphs[0]) for _ in range(4)]
+            times[0].append(statistics.median(small))
+            times[1].append(microseconds_per_node(t, graphs[1]))
+        medians = {
+            f"µs per node at {size}": round(statistics.median(t), 2) for size, t in zip(SIZES, times, strict=True)
+        }
+        growth = statistics.median(large / small for small, large in zip(*times, strict=True))
+        report[name] = medians | {"growth": round(growth, 3)}
         print(name, report[name], flush=True)
     return report
 
 
-def microseconds_per_node(t: Transformation, make: Callable[[int], nn.Module], size: int) -> float:
-    gm = graph(make, size)
+def microseconds_per_node(t: Transformation, gm: GraphModule) -> float:
     nodes = len(gm.graph.nodes)
-    times = []
-    for _ in range(ROUNDS * (4 if size < 5000 else 1)):
-        gc.collect()
-        gc.disable()  # the collector's own cost grows with everything else that is alive in the process
-        start = time.process_time()
-        t(gm)
-        assert refold.history(gm)
-        t(gm, reverse=True) if isinstance(t, ReversibleTransformation) else refold.undo(gm)
-        times.append(time.process_time() - start)
-        gc.enable()
-    return round(statistics.median(times) / nodes * 1e6, 2)
+    gc.collect()
+    gc.disable()  # the collector's own cost grows with everything else that is alive in the process
+    start = time.process_time()
+    t(gm)
+    assert refold.history(gm)
+    t(gm, reverse=True) if isinstance(t, ReversibleTransformation) else refold.undo(gm)
+    elapsed = time.process_time() - start
+    gc.enable()
+    return elapsed / nodes * 1e6
 
 
 # --- the cost of recording ----------------------------------------------------------------------------------------

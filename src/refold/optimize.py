@@ -116,18 +116,24 @@ def _build(
         steps = take_back(gm, steps, f"{choice.name} runs the model as fast without the rewrites.")
         if choice.follows_weights:  # it reads them from where they lay, and merged ones have just moved
             choice.run = executor_named(choice.name).prepare(gm, args, kwargs)
+    weights = [] if choice.name == ORIGINAL else read_in_eval(model)
     all_ones = None
     if gm is not None and choice.name != ORIGINAL and _drops_masks(pipeline, level, device):
         tell("timing calls without a mask of ones", 1.0)
-        executor = executor_named(choice.name)
         all_ones = without_masks_of_ones(
-            gm, choice.run, executor, inputs, reference=reference, level=level, budget=budget
+            gm,
+            choice.run,
+            executor_named(choice.name),
+            inputs,
+            weights=weights,
+            reference=reference,
+            level=level,
+            budget=budget,
         )
         notes += [] if all_ones is None else [str(all_ones)]
     exactness = None if gm is None else _exactness(gm, args, kwargs, steps, reference)
     changes = [] if gm is None else _changes_by_step(gm, steps)
     report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
-    weights = [] if choice.name == ORIGINAL else read_in_eval(model)
     freshness = Freshness(weights, gm, follows=choice.follows_weights)
     return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, all_ones)
 

@@ -92,6 +92,44 @@ def test_changed_weights_are_used(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(optimized(**example()), model(**example()))
 
 
+class TwoMasks(Masked):
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, mask * other)
+
+
+@torch.no_grad()
+def test_one_tensor_given_as_two_masks_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch):
+    ids, ones = example().values()
+    model = TwoMasks().eval()
+    optimized = optimized_as_if(2.0, monkeypatch, model, ids=ids, mask=ones, other=ones)
+    special = optimized.variants[0].all_ones
+    assert special is not None and special.names == ("mask", "other")
+    padded = ones.clone()
+    padded[1, 3:] = 0
+    for mask, other in ((ones, ones), (ones, padded), (padded, ones)):
+        torch.testing.assert_close(optimized(ids=ids, mask=mask, other=other), model(ids, mask, other))
+
+
+class WeightedMask(Masked):
+    """What the mask is multiplied with is a weight: folded into a constant once the mask is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, mask) + (mask * self.weight).sum()
+
+
+@torch.no_grad()
+def test_a_weight_that_became_part_of_a_constant_is_watched(monkeypatch: pytest.MonkeyPatch):
+    model = WeightedMask().eval()
+    optimized = optimized_as_if(2.0, monkeypatch, model, **example())
+    assert optimized.variants[0].all_ones is not None
+    model.weight.mul_(3)
+    torch.testing.assert_close(optimized(**example()), model(**example()))
+
+
 def test_nothing_is_kept_that_is_not_faster(monkeypatch: pytest.MonkeyPatch):
     assert optimized_as_if(1.0, monkeypatch, Masked().eval(), **example()).variants[0].all_ones is None
 

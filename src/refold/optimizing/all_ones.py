@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from refold.explaining import hollow_copy
 from refold.measure import Measurement, measure_many, rounds_needed
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, split
+from refold.optimizing.freshness import Freshness
 from refold.optimizing.progress import silent
 from refold.optimizing.steps import take_steps
 from refold.transformations.fold_constants import FoldConstants
@@ -30,6 +31,7 @@ from refold.verify import OutputReference
 
 _CONFIDENCE = 0.95
 _MEASURE_SECONDS = 5.0
+_WITH, _WITHOUT = "with the mask", "without"
 _LOOKUPS: set[Any] = {nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default}
 
 
@@ -37,23 +39,32 @@ _LOOKUPS: set[Any] = {nn.functional.embedding, torch.embedding, torch.ops.aten.e
 class AllOnes:
     """How to run calls in which the tensors at these places are all ones."""
 
-    places: tuple[int, ...]
+    signature: Signature
     names: tuple[str, ...]
+    places: tuple[int, ...]
     run: Callable[..., Any]
-    gain: Measurement
+    freshness: Freshness
+    gain: float = 1.0
 
     def applies(self, tensors: list[torch.Tensor]) -> bool:
-        """Look at the values. This waits for the device, which a stream that is being captured must not do."""
-        return are_ones([tensors[place] for place in self.places])
+        """Whether a call may be run so. This looks at values, and waits for the device to have computed them."""
+        return are_ones([tensors[place] for place in self.places]) and self.freshness.is_fresh()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call comes here: looked at, and run."""
+        tensors = self.signature.tensors(args, kwargs)
+        assert self.applies(tensors)
+        return run_checked(self.run, tensors, args, kwargs)
 
     def __str__(self) -> str:
         given = " and ".join(self.names)
-        return f"Calls whose {given} is all ones leave the attention mask out: another {self.gain.ratio:.2f}× faster."
+        return f"Calls whose {given} is all ones leave the attention mask out: another {self.gain:.2f}× faster."
 
 
 def are_ones(tensors: list[torch.Tensor]) -> bool:
+    """Whether every element of all of them is one."""
     if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
-        return False
+        return False  # a stream that is being captured must not wait
     return all(bool((tensor == 1).all()) for tensor in tensors)
 
 
@@ -63,26 +74,22 @@ def without_masks_of_ones(
     executor: Executor,
     inputs: Inputs,
     *,
+    weights: list[torch.Tensor],
     reference: OutputReference,
     level: str,
     budget: Budget,
 ) -> AllOnes | None:
     """The twin of a graph, run by the same executor, if the example has a mask of ones and it is faster without it."""
     args, kwargs = split(inputs)
-    ones = _inputs_of_ones(gm, args, kwargs)
+    signature = Signature.of(args, kwargs)
+    ones = _masks_of_ones(gm, args, kwargs) if signature.is_flat else {}
     if not ones or budget.left <= 0:
         return None
-    twin = hollow_copy(gm)
-    for name, value in ones.items():
-        _take_for_ones(twin, name, value)
-    steps = take_steps(
-        twin,
-        (SimplifyAttentionMask(), FoldConstants(), RemoveNoOps()),
-        inputs,
-        level=level,
-        budget=budget,
-        tell=silent,
-    )
+    twin, tensors = hollow_copy(gm), signature.tensors(args, kwargs)
+    for name, place in ones.items():
+        _take_for_ones(twin, name, tensors[place])
+    rewrites = (SimplifyAttentionMask(), FoldConstants(), RemoveNoOps())
+    steps = take_steps(twin, rewrites, inputs, level=level, budget=budget, tell=silent)
     if steps[0].status != "kept":
         return None
     try:
@@ -93,52 +100,43 @@ def without_masks_of_ones(
         return None
     if not grade.acceptable or (level == "safe" and grade.grade != "bit-identical"):
         return None
-    return _if_faster(run, fast, ones, inputs, budget)
+    freshness = Freshness(weights, twin, follows=executor.follows_weights)
+    found = AllOnes(signature, tuple(ones), tuple(ones.values()), fast, freshness)
+    gain = _gain(run, found, inputs, budget)
+    return replace(found, gain=gain.ratio) if gain is not None and gain.faster else None
 
 
-def _if_faster(
-    run: Callable[..., Any], fast: Callable[..., Any], ones: dict[str, torch.Tensor], inputs: Inputs, budget: Budget
-) -> AllOnes | None:
-    args, kwargs = split(inputs)
-    signature = Signature.of(args, kwargs)
-    tensors = signature.tensors(args, kwargs)
-    places = tuple(next(i for i, tensor in enumerate(tensors) if tensor is value) for value in ones.values())
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        tensors = signature.tensors(args, kwargs)
-        assert are_ones([tensors[place] for place in places])
-        return run_checked(fast, tensors, args, kwargs)
-
+def _gain(run: Callable[..., Any], found: AllOnes, inputs: Inputs, budget: Budget) -> Measurement | None:
     duel = measure_many(
-        {"with the mask": run, "without": checked},
+        {_WITH: run, _WITHOUT: found},
         inputs,
         time_budget=max(1.0, budget.share(0.5, _MEASURE_SECONDS)),
         at_least=rounds_needed(_CONFIDENCE) if budget.seconds is None else 2,
         until_decided=True,
         confidence=_CONFIDENCE,
         memory=False,
-        keep=("with the mask", "without"),
+        keep=(_WITH, _WITHOUT),
     )
-    gain = None if duel.failed else duel.between("with the mask", "without")
-    if gain is None or not gain.faster:
-        return None
-    return AllOnes(places, tuple(ones), fast, gain)
+    return None if duel.failed else duel.between(_WITH, _WITHOUT)
 
 
-def _inputs_of_ones(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The inputs of the example that are masks of ones. What looks something up in a table is data, and no mask."""
-    try:
-        given = inspect.signature(gm.forward).bind(*args, **kwargs).arguments
-    except TypeError:
-        return {}
+def _masks_of_ones(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+    """The inputs of the example that are masks of ones, each with its place among the tensors of the call. What looks
+    something up in a table is data, and no mask."""
+    given = dict(zip(inspect.signature(gm.forward).parameters, args, strict=False)) | kwargs
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     found = {}
-    for node in gm.graph.nodes:
-        value = given.get(node.target) if node.op == "placeholder" else None
-        if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex() or value.numel() < 2:
+    for place, (name, value) in enumerate(tensors.items()):
+        if value.is_floating_point() or value.is_complex() or value.numel() < 2 or not are_ones([value]):
             continue
-        if node.users and not any(_looks_up(gm, user) for user in node.users) and are_ones([value]):
-            found[node.target] = value
+        readers = [user for node in _placeholders(gm) if node.target == name for user in node.users]
+        if readers and not any(_looks_up(gm, reader) for reader in readers):
+            found[name] = place
     return found
+
+
+def _placeholders(gm: GraphModule) -> list[Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def _looks_up(gm: GraphModule, node: Node) -> bool:
@@ -147,12 +145,12 @@ def _looks_up(gm: GraphModule, node: Node) -> bool:
     return node.target in _LOOKUPS
 
 
-def _take_for_ones(gm: GraphModule, name: str, value: torch.Tensor) -> None:
+def _take_for_ones(gm: GraphModule, name: str, like: torch.Tensor) -> None:
     """Let the readers of an input read ones. The input stays, so that the graph is called as before."""
-    placeholder = next(node for node in gm.graph.nodes if node.op == "placeholder" and node.target == name)
-    last = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
-    with gm.graph.inserting_after(last):
-        ones = gm.graph.call_function(torch.ones, (tuple(value.shape),), {"dtype": value.dtype, "device": value.device})
+    placeholder = next(node for node in _placeholders(gm) if node.target == name)
+    settings: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    with gm.graph.inserting_after(_placeholders(gm)[-1]):
+        ones = gm.graph.call_function(torch.ones, (tuple(like.shape),), settings)
     ones.meta = dict(placeholder.meta)
     placeholder.replace_all_uses_with(ones)
     gm.recompile()
