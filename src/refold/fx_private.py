@@ -378,6 +378,13 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and the last element of its memory that a tensor uses."""
+    start = int(tensor.storage_offset())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return start, start + int(sum((size - 1) * stride for size, stride in steps))
+
+
 def version_of(tensor: torch.Tensor) -> int | None:
     """The in-place counter of a tensor; None for tensors that do not keep one."""
     try:

@@ -88,6 +88,45 @@ def test_weights_that_were_joined_by_columns_are_copies(x: torch.Tensor):
     assert fell_back(optimized)
 
 
+class Positions(Linears):
+    """A buffer that no checkpoint holds becomes part of a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.arange(8.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + (self.positions * 2).cos())
+
+
+def test_weights_beside_a_constant_are_followed_and_its_buffers_are_watched(x: torch.Tensor):
+    model = Positions().eval()
+    gm = refold.trace(model, x, dynamic=False)
+    refold.compose(refold.FoldConstants(), refold.MergeLinears())(gm)
+    assert [change.name for change in refold.history(gm)] == ["FoldConstants", "MergeLinears"]
+    freshness = Freshness(read_in_eval(model), gm, follows=True)
+    change(model.query.weight)
+    assert freshness.is_fresh()
+    torch.testing.assert_close(output(gm, x), output(model, x))
+    change(model.positions)
+    assert not freshness.is_fresh()
+
+
+def test_a_piece_of_memory_that_only_others_read_is_not_followed(x: torch.Tensor):
+    memory = torch.randn(3 * 64)
+    model = Columns().eval()
+    model.first.data, model.second.data = memory[:64].view(8, 8), memory[64:128].view(8, 8)
+    model.third = nn.Parameter(memory[128:].view(8, 8))
+    gm = refold.trace(model, x, dynamic=False)
+    refold.MergeLinears()(gm)
+    gm.third = model.third  # the same storage, another piece of it
+    freshness = Freshness(read_in_eval(model), gm, follows=True)
+    change(model.third)
+    assert freshness.is_fresh()
+    change(model.first)
+    assert not freshness.is_fresh()
+
+
 def test_a_second_merge_parts_the_first_from_the_weights(x: torch.Tensor):
     model = Linears().eval()
     optimized = merged(model, x)
@@ -164,7 +203,7 @@ def test_memory_that_is_read_is_held_when_the_weights_move(x: torch.Tensor):
     optimized = merged(model, x)
     assert model.query.weight.data_ptr() != address
     assert freshness.is_fresh()
-    assert address in [held.data_ptr() for _, held in freshness._held or ()]
+    assert address in [held.data_ptr() for _, held in freshness._held]
     change(model.query.weight)
     assert not freshness.is_fresh()
     assert optimized.graph_module is not None

@@ -1,14 +1,12 @@
 """Whether what was built from a model still computes with the weights that the model has now.
 
-A rewritten graph holds the model's own tensors, or merged ones that share their memory, so weights that are written in
-place are seen. Folded weights, and those that an engine took over, are copies: there the in-place counters must stand
-still. And memory that is shared may be parted later, when another graph of the same model is merged or undone: then the
-shared ones turn into copies, which hold the same values at that moment or are out of date.
+A rewritten graph holds the model's own tensors, or merged ones that share their memory: weights that are written in
+place there are followed. Weights that were folded, made part of a constant, or taken over by an engine are copies, and
+their in-place counters must stand still. Memory that is shared may be parted later, when another graph of the same
+model is merged or undone; what was shared is a copy from then on, of the same values or out of date.
 """
 
 from __future__ import annotations
-
-from collections import Counter
 
 import torch
 from torch import nn
@@ -17,9 +15,9 @@ from torch.fx import GraphModule
 from refold import fx_private
 from refold.atomic import operations_done
 from refold.fingerprint import same_bits
-from refold.history import find_tensor, history
+from refold.history import history
 from refold.hollow import named_tensors
-from refold.weights import Concatenate
+from refold.operations import Concatenate, Constant
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -33,28 +31,30 @@ class Freshness:
         """`follows` says that what was built reads the graph's (without one: the model's) tensors at every call, from
         where they lay when it was built."""
         self._weights = weights
-        self._versions: list[int | None] | None = fx_private.versions_of(weights)
-        self._held = _shared_memory(weights, gm) if follows else None
-        self._is_shared = self._held is not None
+        self._held = _followed(weights, gm) if follows else []
+        followed = {id(weight) for weight, _ in self._held}
+        self._watched = [weight for weight in weights if id(weight) not in followed]
+        self._versions: list[int | None] | None = fx_private.versions_of(self._watched)
         self._operations = operations_done()
 
     def is_fresh(self) -> bool:
         """Whether the weights are those of now."""
-        if not self._is_shared:
-            return fx_private.versions_of(self._weights) == self._versions
-        return operations_done() == self._operations or self._look_again()
+        if self._operations != operations_done():
+            self._look_again()
+        return self._stand_still()
 
-    def _look_again(self) -> bool:
+    def _look_again(self) -> None:
         """A graph was changed somewhere in this process: see whether the memory is still the same. If not, it is a copy
         from now on; is it a copy of what the weights are now?"""
-        assert self._held is not None
         self._operations = operations_done()
         if all(fx_private.address_of(weight) == fx_private.address_of(held) for weight, held in self._held):
-            return True
-        is_same = all(same_bits(weight, held) for weight, held in self._held)
-        self._is_shared = False
+            return
+        is_same = self._stand_still() and all(same_bits(weight, held) for weight, held in self._held)
+        self._watched = self._weights
         self._versions = fx_private.versions_of(self._weights) if is_same else None
-        return is_same
+
+    def _stand_still(self) -> bool:
+        return fx_private.versions_of(self._watched) == self._versions
 
 
 def read_in_eval(model: nn.Module) -> list[torch.Tensor]:
@@ -64,19 +64,27 @@ def read_in_eval(model: nn.Module) -> list[torch.Tensor]:
     return [weight for weight in (*model.parameters(), *model.buffers()) if id(weight) not in counters]
 
 
-def _shared_memory(weights: list[torch.Tensor], gm: GraphModule | None) -> _Pairs | None:
-    """Every weight that lies in the memory of the graph's tensors, with the piece of memory where it lies; None if the
-    graph has weights that were computed from these and lie elsewhere."""
+def _followed(weights: list[torch.Tensor], gm: GraphModule | None) -> _Pairs:
+    """The weights that lie in the memory of the graph's tensors, each with a hold on that memory. Buffers are not among
+    them if the graph has constants: those may have been computed from a buffer that the graph also reads."""
     if gm is None:
         return [(weight, weight.detach()) for weight in weights]
-    records = [record for change in history(gm) for record in change.maps]
-    if not all(isinstance(record.map.operation, Concatenate) for record in records):
-        return None
-    read = {fx_private.storage_of(tensor) for tensor in named_tensors(gm).values()}
-    pairs = [(weight, weight.detach()) for weight in weights if fx_private.storage_of(weight) in read]
-    covered = Counter[int | None]()
-    for weight in {fx_private.address_of(weight): weight for weight, _ in pairs}.values():  # tied ones count once
-        covered[fx_private.storage_of(weight)] += weight.numel()
-    merged = [find_tensor(gm, name) for record in records for name in record.map.targets.values()]
-    are_views = all(whole is not None and covered[fx_private.storage_of(whole)] >= whole.numel() for whole in merged)
-    return pairs if are_views else None
+    changes = history(gm)
+    operations = {type(record.map.operation) for change in changes for record in change.maps}
+    if not operations <= {Concatenate, Constant} or any(change.prints for change in changes):
+        return []
+    memory: dict[int, list[tuple[int, int]]] = {}
+    for tensor in named_tensors(gm).values():
+        storage = fx_private.storage_of(tensor)
+        if storage is not None:
+            memory.setdefault(storage, []).append(fx_private.span_of(tensor))
+    candidates = [w for w in weights if Constant not in operations or isinstance(w, nn.Parameter)]
+    return [(weight, weight.detach()) for weight in candidates if _lies_in(memory, weight)]
+
+
+def _lies_in(memory: dict[int, list[tuple[int, int]]], weight: torch.Tensor) -> bool:
+    storage = fx_private.storage_of(weight)
+    if storage not in memory:
+        return False
+    first, last = fx_private.span_of(weight)
+    return any(start <= first and last <= stop for start, stop in memory[storage])
