@@ -154,7 +154,8 @@ def recording() -> dict[str, Any]:
     for name, (t, make) in CASES.items():
         raw: list[float] = []
         recorded: list[float] = []
-        for round_ in range(4 * ROUNDS):
+        rounds = 4 * ROUNDS if _seconds(lambda gm, t=t: _raw(t, gm), graph(make, 2000)) > 0.3 else 14 * ROUNDS
+        for round_ in range(rounds):
             turns = [(raw, lambda gm, t=t: _raw(t, gm)), (recorded, lambda gm, t=t: t(gm))]
             for times, work in turns if round_ % 2 else reversed(turns):
                 times.append(_seconds(work, graph(make, 2000)))

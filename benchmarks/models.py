@@ -26,7 +26,7 @@ from accuracy import reference, relative_error
 from contenders import COMPILE, build, contenders
 from suite import Case, Inputs, call, cases
 
-from refold.measure import Comparison, measure_many
+from refold.measure import Comparison, measure_many, rounds_needed
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = ("onnxruntime", "openvino")
@@ -138,6 +138,7 @@ def race(made: dict[str, Any], inputs: Inputs, time_budget: float) -> tuple[dict
         {name: made[name] for name in made if name in finalists},
         inputs,
         time_budget=time_budget / 2,
+        at_least=rounds_needed(0.95),
         keep=finalists,
         baseline="eager",
     )

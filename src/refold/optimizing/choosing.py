@@ -93,7 +93,9 @@ def _winner(
         return comparison.best
     pool = {name: contenders[name] for name in level}
     seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
-    return measure_many(pool, inputs, time_budget=seconds, memory=False, until_decided=True).best
+    return measure_many(
+        pool, inputs, time_budget=seconds, at_least=_fewest_rounds(budget), until_decided=True, memory=False
+    ).best
 
 
 def _try_without_rewrites(
@@ -114,7 +116,7 @@ def _try_without_rewrites(
         pair,
         inputs,
         time_budget=max(1.0, budget.share(0.5, _MEASURE_SECONDS)),
-        at_least=rounds_needed(_CONFIDENCE) if budget.seconds is None else 2,
+        at_least=_fewest_rounds(budget),
         until_decided=True,
         confidence=_CONFIDENCE,
         memory=False,
@@ -125,6 +127,11 @@ def _try_without_rewrites(
     choice.rewriting = duel.between(name, _REWRITTEN)
     if choice.rewrites_hinder:
         choice.run, choice.grades = ready[name], choice.grades | grades
+
+
+def _fewest_rounds(budget: Budget) -> int:
+    """Two rounds of calls that take seconds decide nothing: without a time budget there are as many as it needs."""
+    return rounds_needed(_CONFIDENCE) if budget.seconds is None else 2
 
 
 def _why_not_now(executor: Executor, ready: Collection[str], level: str, budget: Budget) -> str | None:
