@@ -12,7 +12,7 @@ from refold.snapshot import Snapshot
 
 _INTERRUPTS_ENDURED = 100
 _T = TypeVar("_T")
-_begun = itertools.count(1)
+_numbers = itertools.count(1)
 _done = 0
 
 
@@ -41,7 +41,7 @@ def atomically(gm: GraphModule, work: Callable[[Snapshot], _T]) -> _T:
 
 def _count() -> None:
     global _done
-    _done = next(_begun)  # two threads get two numbers
+    _done = next(_numbers)  # two threads get two numbers
 
 
 def _put_back(gm: GraphModule, before: Snapshot) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import refold
-from refold.measure import Comparison, Timing
+from refold.measure import Measurement, Timing
 from refold.optimizing import all_ones, steps
 from refold.optimizing.optimized import OptimizedModule
 
@@ -38,11 +38,10 @@ def example() -> dict[str, torch.Tensor]:
 def optimized_as_if(ratio: float, monkeypatch: pytest.MonkeyPatch, model: nn.Module, **inputs: Any) -> OptimizedModule:
     """Optimize, with the clock telling how much faster it is without the mask."""
 
-    def measured(contenders: dict[str, Any], inputs: Any, **_: Any) -> Comparison:
-        times = {"with the mask": (ratio,) * 8, "without": (1.0,) * 8}
-        return Comparison({name: Timing(name, times[name], 0.0) for name in contenders}, {}, "cpu", 1)
+    def raced(with_mask: tuple[str, Any], without: tuple[str, Any], *_: Any) -> Measurement:
+        return Measurement(Timing(with_mask[0], (ratio,) * 8, 0.0), Timing(without[0], (1.0,) * 8, 0.0), "cpu", 1)
 
-    monkeypatch.setattr(all_ones, "measure_many", measured)
+    monkeypatch.setattr(all_ones, "duel", raced)
     monkeypatch.setattr(steps, "_measured", lambda *_: None)  # what is right is kept
     pipeline = [refold.SimplifyAttentionMask()]
     return refold.optimize(model, inputs, level="max", backend="plain", pipeline=pipeline, progress=False)
@@ -148,7 +147,7 @@ def test_tokens_that_happen_to_be_ones_are_no_mask(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cpu_is_not_asked_unless_everything_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(all_ones, "measure_many", None)
+    monkeypatch.setattr(all_ones, "duel", None)
     pipeline = [refold.SimplifyAttentionMask()]
     optimized = refold.optimize(Masked().eval(), example(), backend="plain", pipeline=pipeline, progress=False)
     assert optimized.variants[0].all_ones is None

@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 
 from refold.executors import Executor, Signature, run_checked
 from refold.explaining import hollow_copy
-from refold.measure import Measurement, measure_many, rounds_needed
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, split
+from refold.optimizing.choosing import duel, prepare_checked
 from refold.optimizing.freshness import Freshness
 from refold.optimizing.progress import silent
 from refold.optimizing.steps import take_steps
@@ -29,9 +29,7 @@ from refold.transformations.remove_no_ops import RemoveNoOps
 from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
 from refold.verify import OutputReference
 
-_CONFIDENCE = 0.95
 _MEASURE_SECONDS = 5.0
-_WITH, _WITHOUT = "with the mask", "without"
 _LOOKUPS: set[Any] = {nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default}
 
 
@@ -92,32 +90,13 @@ def without_masks_of_ones(
     steps = take_steps(twin, rewrites, inputs, level=level, budget=budget, tell=silent)
     if steps[0].status != "kept":
         return None
-    try:
-        fast = executor.prepare(twin, args, kwargs)
-        with torch.no_grad():
-            grade = reference.grade(fast(*args, **kwargs))
-    except Exception:  # whatever an executor raises, there is the graph with the mask
-        return None
-    if not grade.acceptable or (level == "safe" and grade.grade != "bit-identical"):
+    ready, _ = prepare_checked({executor.name: executor}, twin, inputs, reference, level, budget, silent, {})
+    if executor.name not in ready:
         return None
     freshness = Freshness(weights, twin, follows=executor.follows_weights)
-    found = AllOnes(signature, tuple(ones), tuple(ones.values()), fast, freshness)
-    gain = _gain(run, found, inputs, budget)
+    found = AllOnes(signature, tuple(ones), tuple(ones.values()), ready[executor.name], freshness)
+    gain = duel(("with the mask", run), ("without", found), inputs, budget, _MEASURE_SECONDS)
     return replace(found, gain=gain.ratio) if gain is not None and gain.faster else None
-
-
-def _gain(run: Callable[..., Any], found: AllOnes, inputs: Inputs, budget: Budget) -> Measurement | None:
-    duel = measure_many(
-        {_WITH: run, _WITHOUT: found},
-        inputs,
-        time_budget=max(1.0, budget.share(0.5, _MEASURE_SECONDS)),
-        at_least=rounds_needed(_CONFIDENCE) if budget.seconds is None else 2,
-        until_decided=True,
-        confidence=_CONFIDENCE,
-        memory=False,
-        keep=(_WITH, _WITHOUT),
-    )
-    return None if duel.failed else duel.between(_WITH, _WITHOUT)
 
 
 def _masks_of_ones(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:

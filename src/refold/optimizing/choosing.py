@@ -64,7 +64,7 @@ def choose(
     an engine with rewrites of its own may do better without: the winner is tried on the `untouched` graph as well."""
     wanted = executors(device) if backend == "auto" else {backend: _available(backend, device)}
     left_out = unavailable(device) if backend == "auto" else {}
-    ready, grades = _prepare(wanted, module, inputs, reference, level, budget, tell, left_out)
+    ready, grades = prepare_checked(wanted, module, inputs, reference, level, budget, tell, left_out)
     if not ready and backend != "auto":
         raise RefoldError(f"the executor {backend} cannot run this model: {left_out[backend]}")
     tell("timing the executors", 0.9)
@@ -108,25 +108,34 @@ def _try_without_rewrites(
     budget: Budget,
 ) -> None:
     name = choice.name
-    ready, grades = _prepare({name: executor}, untouched, inputs, reference, level, budget, silent, {})
+    ready, grades = prepare_checked({name: executor}, untouched, inputs, reference, level, budget, silent, {})
     if name not in ready or budget.left <= 0:
         return
-    pair = {name: ready[name], _REWRITTEN: choice.run}
-    duel = measure_many(
+    choice.rewriting = duel((name, ready[name]), (_REWRITTEN, choice.run), inputs, budget)
+    if choice.rewrites_hinder:
+        choice.run, choice.grades = ready[name], choice.grades | grades
+
+
+def duel(
+    a: tuple[str, Callable[..., Any]],
+    b: tuple[str, Callable[..., Any]],
+    inputs: Inputs,
+    budget: Budget,
+    most_seconds: float = _MEASURE_SECONDS,
+) -> Measurement | None:
+    """Two named ways to run a model, raced until one is faster beyond the noise; None if one of them fails."""
+    pair = dict((a, b))
+    raced = measure_many(
         pair,
         inputs,
-        time_budget=max(1.0, budget.share(0.5, _MEASURE_SECONDS)),
+        time_budget=max(1.0, budget.share(0.5, most_seconds)),
         at_least=_fewest_rounds(budget),
         until_decided=True,
         confidence=_CONFIDENCE,
         memory=False,
         keep=pair,
     )
-    if duel.failed:
-        return
-    choice.rewriting = duel.between(name, _REWRITTEN)
-    if choice.rewrites_hinder:
-        choice.run, choice.grades = ready[name], choice.grades | grades
+    return None if raced.failed else raced.between(a[0], b[0])
 
 
 def _fewest_rounds(budget: Budget) -> int:
@@ -155,7 +164,7 @@ def _available(name: str, device: torch.device) -> Executor:
     return executor
 
 
-def _prepare(
+def prepare_checked(
     wanted: Mapping[str, Executor],
     module: nn.Module,
     inputs: Inputs,
@@ -165,6 +174,8 @@ def _prepare(
     tell: Callable[[str, float], None],
     left_out: dict[str, str],
 ) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
+    """The executors that can run a module and whose outputs are right, and the grade of each; `left_out` is told why
+    the others cannot."""
     args, kwargs = split(inputs)
     ready: dict[str, Callable[..., Any]] = {}
     grades: dict[str, str] = {}

@@ -32,7 +32,6 @@ class Variant:
     executor: str
     freshness: Freshness
     report: Report
-
     all_ones: AllOnes | None = None
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
