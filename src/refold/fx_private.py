@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,21 +119,21 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def all_modules(root: nn.Module) -> tuple[list[str], list[nn.Module]]:
     """The paths and the modules of `walk_modules`."""
-    paths: list[str] = []
-    modules: list[nn.Module] = []
-    pending: list[tuple[str, nn.Module]] = [("", root)]
-    while pending:
-        path, module = pending.pop()
-        paths.append(path)
-        modules.append(module)
-        children = module.__dict__.get("_modules")
-        if not children or isinstance(module, torch.jit.ScriptModule):
-            continue
-        prefix = path + "." if path else ""
-        hidden = HISTORY_CHILD if module is root else None
-        found = [(prefix + k, child) for k, child in children.items() if child is not None and k != hidden]
-        found.reverse()
-        pending += found
+    paths, modules = [""], [root]
+
+    def visit(prefix: str, module: nn.Module, hidden: str | None = None) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        for name, child in module.__dict__["_modules"].items():
+            if child is None or name == hidden:
+                continue
+            paths.append(prefix + name)
+            modules.append(child)
+            if child.__dict__.get("_modules"):
+                visit(f"{prefix}{name}.", child)
+
+    if root.__dict__.get("_modules"):
+        visit("", root, HISTORY_CHILD)
     return paths, modules
 
 
@@ -307,6 +307,11 @@ def rename_nodes(graph: Graph, names: list[str]) -> None:
 def graph_order(nodes: list[Node]) -> dict[Node, int]:
     """The place of every node."""
     return dict(zip(nodes, range(len(nodes)), strict=True))
+
+
+def inputs_of(nodes: list[Node]) -> list[Collection[Node]]:
+    """What every node reads: its `all_input_nodes`, without making a list of them for each."""
+    return [node._input_nodes for node in nodes]
 
 
 def are_listed(graph: Graph, nodes: list[Node]) -> bool:

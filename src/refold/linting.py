@@ -23,15 +23,13 @@ def lint(graph: Graph) -> None:
 def is_surely_well_formed(graph: Graph) -> bool:
     """Whether lint would pass, for sure. `False` says nothing."""
     nodes = list(graph.nodes)
-    order = fx_private.graph_order(nodes)
     if len({node.name for node in nodes}) != len(nodes) or not fx_private.are_listed(graph, nodes):
         return False
-    for node, place in order.items():
-        if node.graph is not graph or node.op not in _OPS:
+    earlier: set[Node] = set()
+    for node, inputs in zip(nodes, fx_private.inputs_of(nodes), strict=True):
+        if node.graph is not graph or node.op not in _OPS or not earlier.issuperset(inputs):
             return False
-        for argument in node.all_input_nodes:
-            if order.get(argument, place) >= place:  # of another graph, or later
-                return False
+        earlier.add(node)
     return graph.owning_module is None or _have_targets(graph.owning_module, nodes)
 
 

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,10 @@ class Timing:
         """Median absolute deviation of the samples, in seconds."""
         middle = self.median
         return statistics.median(abs(value - middle) for value in self.seconds)
+
+    def followed_by(self, later: Timing) -> Timing:
+        """Together with more rounds."""
+        return replace(self, seconds=self.seconds + later.seconds, dropped=later.dropped)
 
     def to_dict(self) -> dict[str, Any]:
         low, high = self.quartiles
@@ -155,9 +159,15 @@ class Comparison:
 
     @property
     def best(self) -> str:
-        """The contender with the lowest median among those that were not dropped."""
+        """The fastest of those that were not dropped: in the median round, against the mean of its round. A round is
+        slow or fast for all of them."""
         alive = [timing for timing in self.timings.values() if not timing.dropped]
-        return min(alive, key=lambda timing: timing.median).name
+        means = [statistics.fmean(together) for together in zip(*(timing.seconds for timing in alive), strict=False)]
+
+        def share(timing: Timing) -> float:
+            return statistics.median(mine / mean for mine, mean in zip(timing.seconds, means, strict=False))
+
+        return min(alive, key=share).name
 
     @property
     def undecided(self) -> list[str]:
@@ -169,6 +179,15 @@ class Comparison:
     def between(self, a: str, b: str) -> Measurement:
         """The two contenders compared over the rounds that both ran."""
         return Measurement(self.timings[a], self.timings[b], self.device, self.threads, self.confidence)
+
+    def among(self, names: Collection[str]) -> Comparison:
+        """These contenders alone."""
+        return replace(self, timings={name: self.timings[name] for name in names}, baseline=None)
+
+    def followed_by(self, other: Comparison) -> Comparison:
+        """Together with more rounds of some of the contenders."""
+        more = {name: self.timings[name].followed_by(timing) for name, timing in other.timings.items()}
+        return replace(self, timings=self.timings | more)
 
     def speedup(self, name: str) -> float:
         """How many times faster than the baseline (the first contender when none was named)."""

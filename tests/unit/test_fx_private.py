@@ -6,7 +6,7 @@ import copy
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, symbolic_trace
+from torch.fx import Graph, GraphModule, symbolic_trace
 
 from refold import fx_private
 from refold.snapshot import Snapshot
@@ -116,6 +116,15 @@ def test_users_in_graph_order() -> None:
     x.users = dict(reversed(x.users.items()))
     fx_private.sort_users(gm.graph)
     assert list(x.users) == [n for n in gm.graph.nodes if x in n.all_input_nodes]
+
+
+def test_inputs_of_nodes() -> None:
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    both = graph.call_function(torch.cat, ([x, y, x],), {"out": y})
+    nodes = [x, y, both, graph.output((both, {"x": x}))]
+    assert [list(read) for read in fx_private.inputs_of(nodes)] == [node.all_input_nodes for node in nodes]
+    assert fx_private.are_listed(graph, nodes) and not fx_private.are_listed(Graph(), nodes)
 
 
 def test_schemas() -> None:

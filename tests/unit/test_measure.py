@@ -145,6 +145,25 @@ def test_hopeless_contenders_leave_early_and_kept_ones_stay(clock: Clock):
     assert result.speedup("fast") > 2 > result.speedup("slow")
 
 
+def test_the_best_is_the_best_of_its_rounds_and_not_of_the_median() -> None:
+    steady = Timing("steady", (1.0, 1.1, 4.0, 4.0, 4.1), 0.0)
+    better = Timing("better", (0.9, 1.0, 3.9, 3.9, 5.0), 0.0)
+    assert Comparison({"steady": steady, "better": better}, {}, "cpu", 1).best == "better"
+    worse_in_most = Timing("worse", (2.0, 2.0, 3.9, 4.2, 4.2), 0.0)
+    race = Comparison({"steady": steady, "worse": worse_in_most}, {}, "cpu", 1)
+    assert worse_in_most.median < steady.median and race.best == "steady"
+
+
+def test_more_rounds_are_counted_together_with_the_first() -> None:
+    first = Comparison({n: Timing(n, (1.0, 2.0), 0.1) for n in ("a", "b", "c")}, {}, "cpu", 1, baseline="c")
+    more = Comparison({"a": Timing("a", (3.0,), 0.2), "b": Timing("b", (4.0,), 0.2, dropped=True)}, {}, "cpu", 1)
+    together = first.followed_by(more)
+    assert [together.timings[n].seconds for n in ("a", "b", "c")] == [(1.0, 2.0, 3.0), (1.0, 2.0, 4.0), (1.0, 2.0)]
+    assert together.timings["a"].first_call == 0.1 and together.timings["b"].dropped
+    assert together.between("c", "a").ratios == (1.0, 1.0)  # only rounds that both ran
+    assert together.among(more.timings).best == "a" and set(together.among(more.timings).timings) == {"a", "b"}
+
+
 def test_a_race_that_is_decided_stops_and_one_that_is_not_goes_on(clock: Clock):
     decided = measure_many(
         {"fast": clock.sleeper(0.001), "slow": clock.sleeper(0.002)},

@@ -343,8 +343,13 @@ def test_executors_that_are_level_are_timed_once_more_among_themselves(monkeypat
     monkeypatch.setattr(choosing, "measure_many", measured)
     first = compared(lucky=(0.9, 1.0) * 4, level=(1.1, 0.9) * 4, slow=(2.0,) * 8)
     contenders = dict.fromkeys(first.timings, lambda: None)
-    assert choosing._winner(first, contenders, (), Budget(None)) == "level"
-    assert pools == [{"lucky", "level"}]
+    together, winner = choosing._winner(first, contenders, (), Budget(None))
+    assert winner == "level" and pools == [{"lucky", "level"}]
+    assert {name: len(timing.seconds) for name, timing in together.timings.items()} == {
+        "lucky": 16,
+        "level": 16,
+        "slow": 8,
+    }
     decided = compared(lucky=(0.9,) * 8, level=(1.1,) * 8)
-    assert choosing._winner(decided, contenders, (), Budget(None)) == "lucky"
+    assert choosing._winner(decided, contenders, (), Budget(None)) == (decided, "lucky")
     assert len(pools) == 1

@@ -84,7 +84,7 @@ def example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, L
 
 
 def autocast_state() -> tuple[bool, ...]:
-    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
 
 def refuse_gradients(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> None:

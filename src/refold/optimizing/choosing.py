@@ -74,7 +74,9 @@ def choose(
         contenders, inputs, time_budget=seconds, baseline=ORIGINAL, keep=[ORIGINAL], until_decided=True
     )
     left_out |= comparison.failed
-    name = _winner(comparison, contenders, inputs, budget) if backend == "auto" else backend
+    name = backend
+    if backend == "auto":
+        comparison, name = _winner(comparison, contenders, inputs, budget)
     follows = name == ORIGINAL or wanted[name].follows_weights
     choice = Choice(name, contenders[name], follows, comparison, left_out, grades)
     if untouched is not None and name not in (ORIGINAL, Plain.name):
@@ -85,17 +87,19 @@ def choose(
 
 def _winner(
     comparison: Comparison, contenders: Mapping[str, Callable[..., Any]], inputs: Inputs, budget: Budget
-) -> str:
-    """The fastest; those that are level with it are timed once more among themselves, where a lucky streak of the first
-    race is not repeated and the rounds are not spent on anybody else."""
+) -> tuple[Comparison, str]:
+    """The fastest; those that are level with it are timed once more among themselves, where the rounds are not spent on
+    anybody else, and all their rounds count. Also the comparison with these rounds."""
     level = comparison.undecided
     if len(level) < 2 or budget.left <= 0:
-        return comparison.best
+        return comparison, comparison.best
     pool = {name: contenders[name] for name in level}
     seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
-    return measure_many(
+    again = measure_many(
         pool, inputs, time_budget=seconds, at_least=_fewest_rounds(budget), until_decided=True, memory=False
-    ).best
+    )
+    together = comparison.followed_by(again)
+    return together, together.among(again.timings).best
 
 
 def _try_without_rewrites(

@@ -34,7 +34,7 @@ def speed_sentence(speedup: Ratio | None) -> str:
     if speedup is None:
         return "not measured"
     if speedup.low == speedup.high == 1:
-        return "the original was the fastest of all that was tried"
+        return "nothing that was tried is faster beyond the noise, so the original runs"
     spread = f"{speedup.median:.2f}×, between {speedup.low:.2f} and {speedup.high:.2f}"
     if speedup.low <= 1 <= speedup.high:
         return f"{NO_GAIN} ({spread})"

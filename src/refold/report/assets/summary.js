@@ -14,7 +14,7 @@
     if (!speed) return tile("none", "Speed", "not measured", "No timing was run for this report.");
     const between = `between ${times(speed.low)} and ${times(speed.high)}`;
     const kind = verdict(speed);
-    if (speed.low === 1 && speed.high === 1) return tile("none", "Speed", "no difference", "The original was the fastest of all that was tried.");
+    if (speed.low === 1 && speed.high === 1) return tile("none", "Speed", "no difference", "Nothing that was tried is faster beyond the noise, so the original runs.");
     if (kind === "same") return tile("none", "Speed", "no difference", `Measured ${times(speed.median)}, ${between}: the spread holds 1.`);
     const [tone, value, word] = kind === "faster" ? ["good", `${times(speed.median)} faster`, "than"] : ["bad", "slower", `${times(speed.median)} the speed of`];
     return tile(tone, "Speed", value, `${word} the original, ${between}`);
