@@ -35,6 +35,7 @@ from refold.transformations.channels_last import ChannelsLast
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 from refold.transformations.fold_constants import FoldConstants
+from refold.transformations.fold_padding import FoldPadding
 from refold.transformations.fuse_attention import FuseAttention
 from refold.transformations.fuse_batch_norm_1d_in_linear import FuseBatchNorm1dInLinear
 from refold.transformations.fuse_batch_norm_2d_in_conv_2d import FuseBatchNorm2dInConv2d
@@ -56,6 +57,7 @@ __all__ = [
     "EliminateCommonSubexpressions",
     "FoldBatchNorm",
     "FoldConstants",
+    "FoldPadding",
     "FuseAttention",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",

@@ -1,6 +1,7 @@
-"""Small models that the newer rewrites fire on: their examples in the laws and the documentation."""
+"""Small models that the newer rewrites fire on: their examples in the laws and the documentation.
 
-from __future__ import annotations
+(Annotations are real classes here, not strings: torch cannot unpickle the graph of a model whose annotations are.)
+"""
 
 import torch
 import torch.nn.functional as F
@@ -306,6 +307,33 @@ def images() -> Example:
 def exported_images() -> Example:
     """The same as ATen operators."""
     return exported(images())
+
+
+class Padded(nn.Module):
+    """Zeros put around images before convolutions: by a module, by a function, once more than the convolution does
+    itself, and only along one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pad = nn.ZeroPad2d(1)
+        self.depthwise = nn.Conv2d(3, 3, 3, groups=3, bias=False)
+        self.wide = nn.Conv2d(3, 4, (3, 5), stride=2, padding=(0, 1))
+        self.rows = nn.Conv1d(4, 2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.depthwise(self.pad(x)).relu()
+        x = self.wide(F.pad(x, (1, 1, 2, 2))).relu()
+        return self.rows(F.pad(x.flatten(2), (1, 1)))
+
+
+def padded() -> Example:
+    """Images padded before convolutions."""
+    return seeded(lambda: (Padded(), (torch.randn(2, 3, 6, 7),)))
+
+
+def exported_padded() -> Example:
+    """The same as ATen operators."""
+    return exported(padded())
 
 
 class Pooled(nn.Module):

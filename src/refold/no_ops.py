@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
@@ -15,6 +16,7 @@ from refold.attention import same_sizes
 from refold.match import GraphView, example_value, rank_of
 from refold.purity import drops_nothing, name_of
 
+aten = torch.ops.aten
 _END = 1 << 60
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -255,6 +257,17 @@ def _order(node: Node) -> list[int] | None:
     order = list(range(rank))
     order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
     return order
+
+
+_PADS = frozenset({F.pad, torch.constant_pad_nd, aten.pad.default, aten.constant_pad_nd.default})
+
+
+@rule("pad", "constant_pad_nd")
+def _pad(view: GraphView, node: Node) -> NoOp | str | None:
+    amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
+    if node.target not in _PADS or not isinstance(amounts, list | tuple):
+        return None
+    return NoOp("it pads nothing", copies=True) if all(type(a) is int and a == 0 for a in amounts) else None
 
 
 # --- arithmetic --------------------------------------------------------------------------------------------------

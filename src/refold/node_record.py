@@ -35,6 +35,17 @@ class OperatorName:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class FormatName:
+    """Stands for a memory format or a layout: `torch.save` can pickle neither."""
+
+    path: str
+
+    def resolve(self) -> Any:
+        """The format or layout itself."""
+        return getattr(torch, self.path.removeprefix("torch."))
+
+
 @dataclass(slots=True)
 class NodeRecord:
     """A node as plain data. It is never changed; it is not frozen, because that makes it thrice as slow to make."""
@@ -53,11 +64,11 @@ class NodeRecord:
 
     def __getstate__(self) -> tuple[Any, ...]:
         fields = (self.target, self.args, self.kwargs)
-        return (self.name, self.op, *(map_aggregate(f, _name_operator) for f in fields), self.type)
+        return (self.name, self.op, *(map_aggregate(f, _by_name) for f in fields), self.type)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         name, op, target, args, kwargs, type_ = state
-        values = (name, op, *(map_aggregate(f, _resolve_operator) for f in (target, args, kwargs)), type_)
+        values = (name, op, *(map_aggregate(f, _resolve) for f in (target, args, kwargs)), type_)
         for slot, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, slot, value)
 
@@ -74,14 +85,16 @@ def function_name(function: Any) -> str:
     return name if module in ("builtins", "_operator") else f"{module}.{name}".removeprefix(".")
 
 
-def _name_operator(value: Any) -> Any:
+def _by_name(value: Any) -> Any:
     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return OperatorName(str(value))
+    if isinstance(value, torch.memory_format | torch.layout):
+        return FormatName(str(value))
     return value
 
 
-def _resolve_operator(value: Any) -> Any:
-    return value.resolve() if isinstance(value, OperatorName) else value
+def _resolve(value: Any) -> Any:
+    return value.resolve() if isinstance(value, OperatorName | FormatName) else value
 
 
 def to_refs(value: Any) -> Any:

@@ -10,6 +10,7 @@ from refold.transformations.channels_last import ChannelsLast
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 from refold.transformations.fold_constants import FoldConstants
+from refold.transformations.fold_padding import FoldPadding
 from refold.transformations.fuse_attention import FuseAttention
 from refold.transformations.merge_convolutions import MergeConvolutions
 from refold.transformations.merge_linears import MergeLinears
@@ -36,6 +37,7 @@ def default_pipeline(level: str = "default") -> tuple[Transformation, ...]:
         EliminateCommonSubexpressions(),
         FoldConstants(),
         FoldBatchNorm(),
+        FoldPadding(),
         PoolByMean(),
         MergeLinears(),
         MergeConvolutions(),

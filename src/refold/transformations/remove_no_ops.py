@@ -23,7 +23,7 @@ class RemoveNoOps(ReversibleRewrite):
 
     `dropout(x) = x` outside training, `identity(x) = x`, `contiguous(x) = x` where x is contiguous, `x.to(d) = x` where
     x has dtype d, `view(x, s) = x` where x has shape s, `x[:] = x`, `xᵀᵀ = x`, `view(view(x, s), shape of x) = x`,
-    `x·1 = x/1 = x − 0 = x`, `−(−x) = x`, copies that nobody writes into.
+    `x·1 = x/1 = x − 0 = x`, `−(−x) = x`, `pad(x, 0) = x`, copies that nobody writes into.
 
     `x + 0` is one for integers only: −0.0 + 0 is 0.0. `detach` is none, since gradients stop there. A dropout that was
     taken out stays out if the module is put into training mode later; reverse this first.
