@@ -1,4 +1,4 @@
-"""What becomes of a value that turns from a tensor of its own into a slice of a larger one."""
+"""What becomes of a value that turns from a tensor of its own into a slice of a larger one, and how that is called."""
 
 from __future__ import annotations
 
@@ -78,3 +78,14 @@ def _read_contiguous(node: Node, reader: Node) -> None:
             existing = node.graph.call_method("contiguous", (node,))
         existing.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")}
     reader.replace_input_with(node, existing)
+
+
+def merged_path(names: list[str]) -> str:
+    """`a.b.q`, `a.b.k` -> `a.b.q_k_merged`: under the deepest path they share, named after their own names."""
+    split = [name.split(".") for name in names]
+    shared = 0
+    while all(len(parts) > shared + 1 and parts[shared] == split[0][shared] for parts in split):
+        shared += 1
+    own = "_".join("_".join(parts[shared:]) for parts in split[:4])
+    more = f"_and_{len(split) - 4}_more" if len(split) > 4 else ""
+    return ".".join([*split[0][:shared], f"{own}{more}_merged"])

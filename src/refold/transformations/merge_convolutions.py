@@ -16,7 +16,7 @@ from refold.aliasing import switches_mode, writes_to
 from refold.edit import Editor, twin_of
 from refold.match import Call, GraphView, match_conv
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-from refold.slicing import make_views_reshapes, why_not_sliceable
+from refold.slicing import make_views_reshapes, merged_path, why_not_sliceable
 from refold.weights import Concatenate
 
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ class MergeConvolutions(ReversibleRewrite):
 
     def rewrite(self, site: Site, edit: Editor) -> None:
         calls: list[Call] = site.detail
-        path = edit.free_path(_merged_path([_name(call) for call in calls]))
+        path = edit.free_path(merged_path([_name(call) for call in calls]))
         widths = tuple(int(call.weight.shape[0]) for call in calls)
         weight = _concatenate(edit, calls, "weight", f"{path}.weight", widths)
         bias = _concatenate(edit, calls, "bias", f"{path}.bias", widths) if calls[0].bias is not None else None
@@ -168,17 +168,6 @@ def _why_not_together(view: GraphView, group: list[_Conv]) -> str | None:
 
 def _name(call: Call) -> str:
     return call.path or call.operands["weight"].name.removesuffix(".weight")
-
-
-def _merged_path(names: list[str]) -> str:
-    """`a.b.q`, `a.b.k` -> `a.b.q_k_merged`: under the deepest path they share, named after their own names."""
-    split = [name.split(".") for name in names]
-    shared = 0
-    while all(len(parts) > shared + 1 and parts[shared] == split[0][shared] for parts in split):
-        shared += 1
-    own = "_".join("_".join(parts[shared:]) for parts in split[:4])
-    more = f"_and_{len(split) - 4}_more" if len(split) > 4 else ""
-    return ".".join([*split[0][:shared], f"{own}{more}_merged"])
 
 
 def _concatenate(edit: Editor, calls: list[Call], role: str, name: str, widths: tuple[int, ...]) -> nn.Parameter:

@@ -16,7 +16,7 @@ from refold.aliasing import switches_mode, writes_to
 from refold.edit import Editor
 from refold.match import Call, GraphView, match_addmm, match_linear
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-from refold.slicing import make_views_reshapes, why_not_sliceable
+from refold.slicing import make_views_reshapes, merged_path, why_not_sliceable
 from refold.weights import Concatenate
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ class MergeLinears(ReversibleRewrite):
         # layers with a bias first, so that the joint bias is one piece
         calls: list[Call] = sorted(site.detail, key=lambda call: call.bias is None)
         biased = [call for call in calls if call.bias is not None]
-        path = edit.free_path(_merged_path([_name(call) for call in site.detail]))
+        path = edit.free_path(merged_path([_name(call) for call in site.detail]))
         widths = tuple(_width(call) for call in calls)
         weight = _concatenate(edit, calls, "weight", f"{path}.weight", widths)
         bias = _concatenate(edit, biased, "bias", f"{path}.bias", widths[: len(biased)]) if biased else None
@@ -159,18 +159,6 @@ def _kind(view: GraphView, call: Call) -> tuple[object, ...]:
         bias is None or bias.dtype == weight.dtype or bias.dtype,
         module and module.training,
     )
-
-
-def _merged_path(names: list[str]) -> str:
-    """`a.b.q`, `a.b.k` -> `a.b.q_k_merged`: under the deepest path they share, named after their own names."""
-    split = [name.split(".") for name in names]
-    shared = 0
-    while all(len(parts) > shared + 1 and parts[shared] == split[0][shared] for parts in split):
-        shared += 1
-    own = "_".join("_".join(parts[shared:]) for parts in split[:4]) + (
-        f"_and_{len(split) - 4}_more" if len(split) > 4 else ""
-    )
-    return ".".join([*split[0][:shared], f"{own}_merged"])
 
 
 def _concatenate(edit: Editor, calls: list[Call], role: str, name: str, widths: tuple[int, ...]) -> nn.Parameter:
