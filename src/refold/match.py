@@ -270,6 +270,13 @@ def bind(node: Node, names: tuple[str, ...]) -> dict[str, Any] | None:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
+def per_axis(value: Any, dims: int) -> tuple[Any, ...]:
+    """A setting for each of some axes; one number may stand for all of them."""
+    if not isinstance(value, tuple | list):
+        return (value,) * dims
+    return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+
 def _function_call(view: GraphView, node: Node, names: tuple[str, ...], roles: dict[str, str]) -> Match:
     """A call of a function whose tensors are fetched by get_attr."""
     given = bind(node, names)
@@ -323,7 +330,7 @@ def match_addmm(view: GraphView, node: Node) -> Match:
 
 # --- convolution -------------------------------------------------------------------------------------------------
 
-_CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV: dict[Any, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _CONV |= {getattr(aten, f"conv{n}d").default: n for n in (1, 2, 3)}
 _CONV |= {getattr(aten, f"conv{n}d").padding: n for n in (1, 2, 3)}
@@ -337,7 +344,7 @@ def match_conv(view: GraphView, node: Node, dims: int = 2) -> Match:
         return _module_call(view, node, (_CONV_MODULES[dims],), roles)
     if node.op != "call_function" or _CONV.get(node.target) != dims:
         return None
-    return _function_call(view, node, _CONV_NAMES, roles)
+    return _function_call(view, node, CONV_NAMES, roles)
 
 
 _TRANSPOSED_NAMES = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")

@@ -139,6 +139,11 @@ class WrittenBetween(Twice):
         return self.conv(wide), x
 
 
+class ComputedByConvolution(Twice):
+    def forward(self, x):
+        return F.conv2d(F.pad(x, (1, 1, 1, 1)), self.conv.weight, padding=x.shape[0])
+
+
 class Unread(Twice):
     def forward(self, x):
         return F.pad(self.conv(x), (1, 1, 1, 1)).relu()
@@ -151,6 +156,7 @@ class Unread(Twice):
         (ReadTwice(), "others read"),
         (WrittenBetween(), "writes into what it pads"),
         (Unread(), "no convolution"),
+        (ComputedByConvolution(), "pads by a rule"),
     ],
 )
 def test_what_others_use_or_write_stays(model, reason):

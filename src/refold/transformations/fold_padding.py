@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from refold.aliasing import writes_to
 from refold.edit import Editor, twin_of
-from refold.match import Call, GraphView, bind, match_conv, why_not_plain
+from refold.match import CONV_NAMES, Call, GraphView, bind, match_conv, per_axis, why_not_plain
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 
 aten = torch.ops.aten
@@ -23,7 +23,6 @@ _FUNCTIONS: dict[Any, tuple[str, ...]] = {
     aten.pad.default: ("self", "pad", "mode", "value"),
     aten.constant_pad_nd.default: ("self", "pad", "value"),
 }
-_CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,8 @@ class FoldPadding(ReversibleRewrite):
             conv._reversed_padding_repeated_twice = [size for size in reversed(padding) for _ in range(2)]
             edit.put_module(call.path, conv)
         else:
-            given = bind(node, _CONV_NAMES) or {}
-            tensors = tuple(given.pop(name, None) for name in _CONV_NAMES[:3])
+            given = bind(node, CONV_NAMES) or {}
+            tensors = tuple(given.pop(name, None) for name in CONV_NAMES[:3])
             node.args, node.kwargs = tensors, given | {"padding": list(padding)}
         edit.erase(pad.node)
         self.mark_as_transformed(node)
@@ -138,8 +137,7 @@ def _together(view: GraphView, pad: _Pad, call: Call, dims: int) -> tuple[int, .
     module: Any = view.module(call.path) if call.path is not None else None
     if module is not None and module.padding_mode != "zeros":
         return "the convolution behind it pads with something else than zeros"
-    own = call.settings.get("padding", 0) if module is None else module.padding
-    sizes = (own,) * dims if isinstance(own, int) else tuple(own) * (dims if len(own) == 1 else 1)
+    sizes = per_axis(call.settings.get("padding", 0) if module is None else module.padding, dims)
     if not all(isinstance(size, int) for size in sizes):
         return "the convolution behind it pads by a rule"
     if any(pad.amounts[2 * dims :]):

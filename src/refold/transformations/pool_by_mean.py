@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Node
 
 from refold.edit import Editor
-from refold.match import GraphView, bind, example_value, why_not_plain
+from refold.match import GraphView, bind, example_value, per_axis, why_not_plain
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ def _pool(view: GraphView, node: Node) -> nn.Module | None:
 
 
 def _why_not(source: Node, node: Node, dims: int, settings: dict[str, Any]) -> str | None:
-    if any(size != 0 for size in _each(settings.get("padding", 0), dims)):
+    if any(size != 0 for size in per_axis(settings.get("padding", 0), dims)):
         return "it pads its input"
     if settings.get("divisor_override") is not None:
         return "it divides by a number of its own"
@@ -87,15 +87,9 @@ def _why_not(source: Node, node: Node, dims: int, settings: dict[str, Any]) -> s
     if noted is None or not noted.is_floating_point() or noted.dim() < dims:
         return "the size of its input is not known"
     sizes = noted.shape[-dims:]
-    if not all(isinstance(size, int) for size in (*sizes, *_each(settings["kernel_size"], dims))):
+    if not all(isinstance(size, int) for size in (*sizes, *per_axis(settings["kernel_size"], dims))):
         return "the size of its input is not fixed"
-    if any(window < size for window, size in zip(_each(settings["kernel_size"], dims), sizes, strict=True)):
+    if any(window < size for window, size in zip(per_axis(settings["kernel_size"], dims), sizes, strict=True)):
         return "its window does not cover the whole input"
     made = example_value(node)
     return None if made is not None and all(size == 1 for size in made.shape[-dims:]) else "it has more than one window"
-
-
-def _each(value: Any, dims: int) -> tuple[Any, ...]:
-    if not isinstance(value, tuple | list):
-        return (value,) * dims
-    return tuple(value) * dims if len(value) == 1 else tuple(value)
