@@ -17,7 +17,7 @@ from refold.errors import RefoldError
 from refold.executors import Signature, executor_named
 from refold.explaining import hollow_copy
 from refold.history import history
-from refold.optimizing.all_ones import without_masks_of_ones
+from refold.optimizing.all_ones import AllOnes, without_masks_of_ones
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, as_call, device_of_call, split
 from refold.optimizing.choosing import ORIGINAL, choose
@@ -117,7 +117,7 @@ def _build(
         if choice.follows_weights:  # it reads them from where they lay, and merged ones have just moved
             choice.run = executor_named(choice.name).prepare(gm, args, kwargs)
     weights = [] if choice.name == ORIGINAL else read_in_eval(model)
-    all_ones = None
+    all_ones: AllOnes | str = ""
     if gm is not None and choice.name != ORIGINAL and _drops_masks(pipeline, level, device):
         tell("timing calls without a mask of ones", 1.0)
         all_ones = without_masks_of_ones(
@@ -130,12 +130,13 @@ def _build(
             level=level,
             budget=budget,
         )
-        notes += [] if all_ones is None else [str(all_ones)]
+        notes += [str(all_ones)] if str(all_ones) else []
     exactness = None if gm is None else _exactness(gm, args, kwargs, steps, reference)
     changes = [] if gm is None else _changes_by_step(gm, steps)
     report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
     freshness = Freshness(weights, gm, follows=choice.follows_weights)
-    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, all_ones)
+    twin = all_ones if isinstance(all_ones, AllOnes) else None
+    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, twin)
 
 
 def _drops_masks(pipeline: tuple[Transformation, ...], level: str, device: torch.device) -> bool:

@@ -13,6 +13,7 @@ import refold
 from refold.measure import Measurement, Timing
 from refold.optimizing import all_ones, steps
 from refold.optimizing.optimized import OptimizedModule
+from refold.result import Result
 
 
 class Masked(nn.Module):
@@ -131,7 +132,46 @@ def test_a_buffer_that_became_part_of_a_constant_is_watched(monkeypatch: pytest.
 
 
 def test_nothing_is_kept_that_is_not_faster(monkeypatch: pytest.MonkeyPatch):
-    assert optimized_as_if(1.0, monkeypatch, Masked().eval(), **example()).variants[0].all_ones is None
+    optimized = optimized_as_if(0.9, monkeypatch, Masked().eval(), **example())
+    assert optimized.variants[0].all_ones is None
+    assert optimized.report.notes == (
+        "Calls whose mask is all ones keep the attention mask: to look and drop it is 0.90×.",
+    )
+
+
+def test_a_twin_that_cannot_be_run_is_reported(monkeypatch: pytest.MonkeyPatch):
+    def refuse(wanted: Any, *rest: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        rest[-1].update(dict.fromkeys(wanted, "it is broken"))
+        return {}, {}
+
+    monkeypatch.setattr(all_ones, "prepare_checked", refuse)
+    optimized = optimized_as_if(2.0, monkeypatch, Masked().eval(), **example())
+    assert optimized.variants[0].all_ones is None
+    assert optimized.report.notes == ("Without the attention mask, plain cannot run the model: it is broken.",)
+
+
+class MaskIntoValues(Masked):
+    """The mask does not reach an attention."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.query(self.words(ids)) * mask[..., None]
+
+
+def test_a_mask_of_something_else_is_not_worth_a_note(monkeypatch: pytest.MonkeyPatch):
+    optimized = optimized_as_if(2.0, monkeypatch, MaskIntoValues().eval(), **example())
+    assert optimized.variants[0].all_ones is None and not optimized.report.notes
+
+
+def test_a_mask_that_does_not_verify_is_reported(monkeypatch: pytest.MonkeyPatch):
+    def taken_back(gm: Any, rewrites: Any, *_: Any, **__: Any) -> list[steps.Step]:
+        return [steps.Step(rewrite, "taken back", Result(""), note="It did not verify.") for rewrite in rewrites]
+
+    monkeypatch.setattr(all_ones, "take_steps", taken_back)
+    optimized = optimized_as_if(2.0, monkeypatch, Masked().eval(), **example())
+    assert optimized.variants[0].all_ones is None
+    assert optimized.report.notes == (
+        "Dropping the attention mask where mask is all ones: taken back. It did not verify.",
+    )
 
 
 def test_a_mask_with_padding_in_the_example_is_no_reason(monkeypatch: pytest.MonkeyPatch):

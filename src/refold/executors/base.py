@@ -36,7 +36,7 @@ class Executor(ABC):
     takes_minutes: bool = False
     """Whether preparing is too long for everyday use: it is tried with `level="max"` only."""
     superseded_by: str | None = None
-    """An executor that does the same and more: where it is ready, this one is tried with `level="max"` only."""
+    """An executor that is usually as fast or faster: where it is ready, this one is tried with `level="max"` only."""
 
     @abstractmethod
     def available(self, device: torch.device) -> str | None:

@@ -20,6 +20,7 @@ BUILT_IN: tuple[Executor, ...] = (
     CudaGraph("compile+cuda_graph", inner=Compile("compile")),
     Freeze("compile-freezing", device="cpu"),
     Compile("compile", superseded_by="compile-freezing"),
+    CudaGraph("compile-freezing+cuda_graph", inner=Freeze("compile-freezing"), superseded_by="compile+cuda_graph"),
     CudaGraph("compile-autotune+cuda_graph", inner=_AUTOTUNE),
     Freeze("compile-freezing-autotune", device="cpu", options={"max_autotune": True}),
     OnnxRuntime("onnxruntime-opset23", opset=23),

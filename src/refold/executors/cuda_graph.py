@@ -40,12 +40,14 @@ class CudaGraph(Executor):
         max_shapes: int = 8,
         new_shapes: Literal["raise", "capture", "eager"] = "raise",
         clone_outputs: bool = True,
+        superseded_by: str | None = None,
     ) -> None:
         self.name = name
         self.inner = inner or Plain()
         self.max_shapes = max_shapes
         self.new_shapes = new_shapes
         self.clone_outputs = clone_outputs
+        self.superseded_by = superseded_by
 
     @property
     def follows_weights(self) -> bool:  # type: ignore[override]

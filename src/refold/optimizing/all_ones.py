@@ -76,27 +76,38 @@ def without_masks_of_ones(
     reference: OutputReference,
     level: str,
     budget: Budget,
-) -> AllOnes | None:
-    """The twin of a graph, run by the same executor, if the example has a mask of ones and it is faster without it."""
+) -> AllOnes | str:
+    """The twin of a graph, run by the same executor, if the example has a mask of ones and it is faster without it;
+    else a sentence that says why there is none, empty where no attention reads such a mask."""
     args, kwargs = split(inputs)
     signature = Signature.of(args, kwargs)
     ones = _masks_of_ones(gm, args, kwargs) if signature.is_flat else {}
-    if not ones or budget.left <= 0:
-        return None
+    if not ones:
+        return ""
+    given = " and ".join(ones)
+    if budget.left <= 0:
+        return f"Calls whose {given} is all ones are not treated apart: the time budget was spent."
     twin, tensors = hollow_copy(gm), signature.tensors(args, kwargs)
     for name, place in ones.items():
         _take_for_ones(twin, name, tensors[place])
     rewrites = (SimplifyAttentionMask(), FoldConstants(), RemoveNoOps())
-    steps = take_steps(twin, rewrites, inputs, level=level, budget=budget, tell=silent)
-    if steps[0].status != "kept":
-        return None
-    ready, _ = prepare_checked({executor.name: executor}, twin, inputs, reference, level, budget, silent, {})
+    simplified, *_ = take_steps(twin, rewrites, inputs, level=level, budget=budget, tell=silent)
+    if simplified.status == "no match":
+        return ""
+    if simplified.status != "kept":
+        return f"Dropping the attention mask where {given} is all ones: {simplified.status}. {simplified.note}".strip()
+    left_out: dict[str, str] = {}
+    ready, _ = prepare_checked({executor.name: executor}, twin, inputs, reference, level, budget, silent, left_out)
     if executor.name not in ready:
-        return None
+        return f"Without the attention mask, {executor.name} cannot run the model: {left_out[executor.name]}."
     freshness = Freshness(weights, twin, follows=executor.follows_weights)
     found = AllOnes(signature, tuple(ones), tuple(ones.values()), ready[executor.name], freshness)
     gain = duel(("with the mask", run), ("without", found), inputs, budget, _MEASURE_SECONDS)
-    return replace(found, gain=gain.ratio) if gain is not None and gain.faster else None
+    if gain is None:
+        return f"Without the attention mask, {executor.name} failed while it was timed."
+    if not gain.faster:
+        return f"Calls whose {given} is all ones keep the attention mask: to look and drop it is {gain.ratio:.2f}×."
+    return replace(found, gain=gain.ratio)
 
 
 def _masks_of_ones(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:

@@ -156,7 +156,7 @@ def _why_not_now(executor: Executor, ready: Collection[str], level: str, budget:
     if executor.takes_minutes:
         return "preparing it takes minutes; level='max' tries it"
     if executor.superseded_by in ready:
-        return f"{executor.superseded_by} does the same and more; level='max' tries both"
+        return f"{executor.superseded_by} is usually as fast or faster; level='max' tries both"
     return None
 
 
