@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from refold import fx_private
 from refold.attention import same_sizes
+from refold.layout import makes_contiguous
 from refold.match import GraphView, example_value, rank_of
 from refold.purity import drops_nothing, name_of
 
@@ -105,15 +106,9 @@ def _clone(view: GraphView, node: Node) -> NoOp | str | None:
 def _contiguous(view: GraphView, node: Node) -> NoOp | str | None:
     if len(node.args) + len(node.kwargs) != 1:
         return None
-    if _surely_contiguous(view, node.args[0]):
-        return NoOp("its input is contiguous already")
-    if node.users and all(name_of(user) in _LAYOUT_FREE and user.args[0] is node for user in node.users):
-        return NoOp("all that read it make it contiguous where they must", copies=True)
-    return None
+    return NoOp("its input is contiguous already") if _surely_contiguous(view, node.args[0]) else None
 
 
-_LAYOUT_FREE = {"reshape", "flatten", "contiguous"}
-_CONTIGUOUS = {"contiguous", "linear", "addmm", "layer_norm", "embedding", "arange", "full", "ones", "zeros"}
 _KEEPS_CONTIGUOUS = {"view", "reshape", "flatten", "unsqueeze", "alias", "dropout"}
 
 
@@ -121,15 +116,7 @@ def _surely_contiguous(view: GraphView, value: Any) -> bool:
     """Whether the operator that made a value says that it is contiguous; noted strides are those of one run."""
     while isinstance(value, Node) and value.op != "call_module" and name_of(value) in _KEEPS_CONTIGUOUS:
         value = value.args[0] if value.args else None
-    if not isinstance(value, Node):
-        return False
-    if value.op == "call_module":
-        return type(view.module(str(value.target))) in (nn.Linear, nn.LayerNorm, nn.Embedding)
-    return value.op in ("call_function", "call_method") and name_of(value) in _CONTIGUOUS and _plain_layout(value)
-
-
-def _plain_layout(node: Node) -> bool:
-    return not any(isinstance(a, torch.memory_format) for a in (*node.args, *node.kwargs.values()))
+    return isinstance(value, Node) and makes_contiguous(view.gm, value)
 
 
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from refold.aliasing import makes_fresh, written_by
+from refold.layout import NEED_LAYOUT, VIEWS, is_foreign
 from refold.match import GraphView
-
-aten = torch.ops.aten
-
-VIEWS: dict[Any, Any] = {"view": "reshape", torch.Tensor.view: torch.Tensor.reshape}
-VIEWS |= {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""Calls that need a fitting memory layout, and the ones that do the same on any."""
-_NEED_LAYOUT: set[Any] = {
-    "as_strided",
-    "view_as",
-    "stride",
-    "data_ptr",
-    "untyped_storage",
-    "storage_offset",
-    "is_contiguous",
-}
-_NEED_LAYOUT |= {torch.as_strided, aten.as_strided.default, torch.view_as_complex, aten.view_as_complex.default}
-_NEED_LAYOUT |= {aten.view.dtype, torch.Tensor.as_strided, torch.Tensor.view_as}
 
 
 def aliases(gm: GraphModule, node: Node) -> Iterator[tuple[Node, Node]]:
@@ -46,7 +29,7 @@ def why_not_sliceable(view: GraphView, node: Node) -> str | None:
     for value, reader in aliases(view.gm, node):
         if value in written_by(view.gm, reader):
             return f"{reader.name} writes into its output in place"
-        if reader.target in _NEED_LAYOUT or (reader.target in VIEWS and _has_dtype(reader)):
+        if reader.target in NEED_LAYOUT or (reader.target in VIEWS and _has_dtype(reader)):
             return f"{reader.name} depends on the memory layout of its output"
     return None
 
@@ -56,19 +39,12 @@ def make_views_reshapes(gm: GraphModule, node: Node) -> None:
     for value, reader in list(aliases(gm, node)):
         if reader.target in VIEWS:
             reader.target = VIEWS[reader.target]
-        elif value is node and (reader.op == "output" or _is_foreign(gm, reader)):
+        elif value is node and (reader.op == "output" or is_foreign(gm, reader)):
             _read_contiguous(node, reader)
 
 
 def _has_dtype(node: Node) -> bool:
     return any(isinstance(a, torch.dtype) for a in [*node.args, *node.kwargs.values()])
-
-
-def _is_foreign(gm: GraphModule, node: Node) -> bool:
-    """A module of unknown code, which may view its input."""
-    if node.op != "call_module":
-        return False
-    return not type(gm.get_submodule(str(node.target))).__module__.startswith("torch.nn.")
 
 
 def _read_contiguous(node: Node, reader: Node) -> None:

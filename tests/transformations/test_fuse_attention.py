@@ -154,3 +154,30 @@ def test_heads_repeated_in_another_order_are_left_alone():
     gm = trace(Tiled(), torch.randn(2, 6, 5, 4), torch.randn(2, 2, 5, 4), torch.randn(1), dynamic=False)
     FuseAttention()(gm)
     assert not refold.history(gm)
+
+
+class ViewFarBehind(nn.Module):
+    """What the attention gives is viewed in another shape after some arithmetic, which hands its layout on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        query, key, value = (layer(x).view(rows, length, 2, 8).transpose(1, 2) for layer in self.layers)
+        mixed = (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value
+        return (mixed * 2).view(rows, -1).sin()
+
+
+@pytest.mark.parametrize("dynamic", ["auto", False])
+def test_views_far_behind_take_any_layout(dynamic):
+    model, x = ViewFarBehind().eval(), torch.randn(2, 6, 16)
+    gm = trace(model, x, dynamic=dynamic)
+    original = copy.deepcopy(gm)
+    FuseAttention()(gm)
+    assert "scaled_dot_product_attention" in {name_of(node) for node in gm.graph.nodes}
+    with torch.no_grad():
+        torch.testing.assert_close(gm(x), original(x))
+    FuseAttention()(gm, reverse=True)
+    assert gm.code == original.code

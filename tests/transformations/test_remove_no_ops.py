@@ -45,12 +45,12 @@ GONE = {
     "two minus signs": (lambda x: x.sin().neg().neg().cos(), X, "neg"),
     "a pad of nothing": (lambda x: F.pad(x.sin(), (0, 0, 0, 0)).cos(), X, "pad"),
     "clone": (lambda x: x.sin().clone().cos(), X, "clone"),
-    "contiguous before reshape": (lambda x: x.transpose(1, 2).contiguous().reshape(-1, 12).cos(), X, "contiguous"),
+    "a copy of a part": (lambda x: F.linear(x[..., :2].clone().cos(), torch.ones(3, 2)).view(-1).cos(), X, "clone"),
     "dropout": (lambda x: F.dropout(x.sin(), 0.5, training=False).cos(), X, "dropout"),
     "dropout of nothing": (lambda x: F.dropout(x.sin(), 0.0, training=True).cos(), X, "dropout"),
 }
 
-ANY_SIZE = {"cast", "view", "expand", "transposes", "times one", "contiguous before reshape"}
+ANY_SIZE = {"cast", "view", "expand", "transposes", "times one"}
 
 KEPT = {
     "another dtype": (lambda x: x.to(torch.float64).cos(), X, "to"),
@@ -62,6 +62,10 @@ KEPT = {
     "a real expand": (lambda x: x[:1].expand(2, 3, 4).cos(), X, "expand"),
     "a real reshape": (lambda x: x.reshape(-1, 4).cos(), X, "reshape"),
     "contiguous of a transpose": (lambda x: x.transpose(0, 1).contiguous().cos(), X, "contiguous"),
+    "contiguous before a view": (lambda x: _view_far_behind(x.transpose(1, 2).contiguous()), X, "contiguous"),
+    "a copy of a part before a view": (lambda x: x[..., :2].clone().view(2, -1).cos(), X, "clone"),
+    "a copy of a part that leaves": (lambda x: x[..., :2] * 1.0, X, "mul"),
+    "there and back before a view": (lambda x: _view_far_behind(x.mT.flatten(1).reshape(2, 4, 3)), X, "reshape"),
     "a part": (lambda x: x[1:].cos(), X, "slice"),
     "detach": (lambda x: x.sin().detach().cos(), X, "detach"),
     "a pad": (lambda x: F.pad(x.sin(), (0, 1)).cos(), X, "pad"),
@@ -77,6 +81,10 @@ def _write_source(x):
     kept = y.clone()
     y.add_(1)
     return kept * y
+
+
+def _view_far_behind(x):
+    return (x.reshape(2, 2, 2, 3).sin() + 1).view(2, -1)
 
 
 def names(gm):

@@ -11,10 +11,10 @@ from torch import nn
 from torch.fx import Node
 
 from refold.edit import Editor, twin_of
+from refold.layout import VIEWS
 from refold.match import Call, GraphView, match_conv, match_conv_transpose, rank_of
 from refold.purity import name_of
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-from refold.slicing import VIEWS
 from refold.weight_operations import Relayout
 
 aten = torch.ops.aten

@@ -14,6 +14,7 @@ from torch.fx import Node
 from refold.attention import Attention, match_attention, size_of
 from refold.attention_pattern import Written, match_written, unrepeated, why_not_fusible
 from refold.edit import Editor
+from refold.layout import VIEWS, readers_behind
 from refold.mask_analysis import Analysis
 from refold.match import GraphView, rank_of
 from refold.purity import erase_dead
@@ -109,6 +110,8 @@ class FuseAttention(ReversibleRewrite):
         edit.replace_uses(found.last, result)
         fused.meta.setdefault("val", result.meta.get("val"))
         make_views_reshapes(edit.gm, result)
+        for reader in readers_behind(edit.gm, result):  # the kernels lay their result out as they like
+            reader.target = VIEWS.get(reader.target, reader.target)
         for node in reversed(found.nodes):
             inputs = node.all_input_nodes
             edit.graph.erase_node(node)

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from refold.aliasing import memory_roots, written_by
 from refold.edit import Editor
+from refold.layout import layout_reader, same_layout
 from refold.match import GraphView
 from refold.no_ops import NoOp, match_no_op, source_of
 from refold.purity import erase_dead
@@ -94,4 +95,7 @@ def _why_not(view: GraphView, node: Node, found: NoOp, written: set[Node]) -> st
     leaves = any(reader.op == "output" for _, reader in aliases(view.gm, node))
     if leaves and (len(source.users) > 1 or any(n.op in ("placeholder", "get_attr") for n in roots)):
         return "it is a copy that leaves the graph"
-    return None
+    if same_layout(source, node):
+        return None
+    reader = layout_reader(view.gm, node)
+    return None if reader is None else f"it may lay its values out anew, and {reader.name} may depend on that"

@@ -1,0 +1,79 @@
+"""Who looks at how a value lies in memory: what a rewrite asks before it gives readers the same numbers laid out
+otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from refold.attention import same_sizes
+from refold.match import example_value
+from refold.purity import name_of
+
+aten = torch.ops.aten
+
+VIEWS: dict[Any, Any] = {"view": "reshape", torch.Tensor.view: torch.Tensor.reshape}
+VIEWS |= {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+"""Calls that need a fitting memory layout, and the ones that do the same on any."""
+NEED_LAYOUT: set[Any] = {
+    "as_strided",
+    "view_as",
+    "stride",
+    "data_ptr",
+    "untyped_storage",
+    "storage_offset",
+    "is_contiguous",
+}
+NEED_LAYOUT |= {torch.as_strided, aten.as_strided.default, torch.view_as_complex, aten.view_as_complex.default}
+NEED_LAYOUT |= {aten.view.dtype, torch.Tensor.as_strided, torch.Tensor.view_as}
+
+_CONTIGUOUS = {"contiguous", "linear", "addmm", "layer_norm", "embedding", "arange", "full", "ones", "zeros"}
+_CONTIGUOUS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding)
+
+
+def makes_contiguous(gm: GraphModule, node: Node) -> bool:
+    """Whether a node's value is contiguous, however its inputs lie."""
+    if any(isinstance(a, torch.memory_format) for a in (*node.args, *node.kwargs.values())):
+        return False
+    if node.op == "call_module":
+        return type(gm.get_submodule(str(node.target))) in _CONTIGUOUS_MODULES
+    return node.op in ("call_function", "call_method") and name_of(node) in _CONTIGUOUS
+
+
+def same_layout(a: Node, b: Node) -> bool:
+    """Whether capture noted the same strides for two values."""
+    one, other = example_value(a), example_value(b)
+    return one is not None and other is not None and same_sizes(one.stride(), other.stride())
+
+
+def is_foreign(gm: GraphModule, node: Node) -> bool:
+    """Whether a node runs a module of unknown code, which may view its input."""
+    if node.op != "call_module":
+        return False
+    return not type(gm.get_submodule(str(node.target))).__module__.startswith("torch.nn.")
+
+
+def readers_behind(gm: GraphModule, node: Node) -> Iterator[Node]:
+    """All that read a value, or something that may lie in memory as it does: most operators hand the layout of their
+    input on."""
+    pending, seen = [node], {node}
+    while pending:
+        for reader in pending.pop().users:
+            if reader in seen:
+                continue
+            seen.add(reader)
+            yield reader
+            if not makes_contiguous(gm, reader):
+                pending.append(reader)
+
+
+def layout_reader(gm: GraphModule, node: Node) -> Node | None:
+    """A node that may depend on how a value lies, be it far behind. What leaves the graph counts too."""
+    for reader in readers_behind(gm, node):
+        if reader.op == "output" or reader.target in VIEWS or reader.target in NEED_LAYOUT or is_foreign(gm, reader):
+            return reader
+    return None
