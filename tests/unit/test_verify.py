@@ -21,6 +21,8 @@ from refold.testing.laws import graph_of
 from refold.transformation import Transformation
 from refold.verify import OutputReference, Verification, verify, verify_last
 
+aten = torch.ops.aten
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
@@ -256,6 +258,59 @@ def test_in_place_writes_are_compared():
 
     assert not verify(_apply(InPlace(), other), torch.randn(3)).right
     assert verify(_apply(InPlace(), same), torch.randn(3)).right
+
+
+class FilledInParts(nn.Module):
+    """A value that is made empty and filled through views, as keys are of which a part is turned."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.second = second
+
+    def forward(self, x):
+        key = x.new_full((2, 6), -1.0)
+        key[..., :2] = x[..., :2].exp()
+        key[..., 2:] = self.second(x)
+        return key.relu() * 2
+
+
+@pytest.mark.parametrize(("second", "right"), [(torch.exp, True), (torch.sin, False)])
+def test_what_fills_a_value_through_views_is_part_of_the_site(second, right):
+    """The relu can be dropped where all that fills the value is positive; the value itself says nothing."""
+
+    def drop(gm):
+        node = _node(gm, aten.relu.default)
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+    gm = refold.trace(FilledInParts(second), torch.randn(2, 4), dynamic=False)
+    Applied(drop)(gm)
+    found = verify(gm, torch.rand(2, 4))
+    assert found.right == right, found
+
+
+def test_a_cast_that_is_none_may_be_dropped_before_a_write():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.segment = nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(1, 4))
+
+        def forward(self, x):
+            found = self.table.index_select(0, x).detach().to(torch.float32)
+            return found.add_(self.segment.to(torch.float32)).relu()
+
+    x = torch.arange(5)
+    gm = refold.RemoveNoOps()(refold.trace(Positions(), x, dynamic=False))
+    assert len(refold.result(gm).rewritten) == 2
+    found = verify(gm, x)
+    assert found.right, found
+
+    def other(gm):
+        _node(gm, aten.add_.Tensor).kwargs = {"alpha": 1.001}
+
+    gm = refold.trace(Positions(), x, dynamic=False)
+    Applied(other)(gm)
+    assert not verify(gm, x).right
 
 
 def test_moving_a_read_across_a_write_is_wrong():

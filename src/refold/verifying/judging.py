@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
+from refold.aliasing import written_by
 from refold.verifying.arithmetic import SLACK, UNIT, Arithmetic, spread
 from refold.verifying.calls import quietly
 from refold.verifying.comparing import Difference, both_finite, compare, flat, pooled
@@ -55,6 +57,8 @@ class Judge:
             return self._verdict(site, native.difference, native.draw, way="run as it is")
         if fresh:
             return self._judge_fresh(site, before, after, mapped, fresh, values)
+        if _writes(before.module) and self._equal_bits(before, after, values):
+            return self._verdict(site, Difference(), way="run as it is, equal bits")
         exact = self.origins.wide(mapped)
         return self._worst(site, self._try_all(before, after, exact, values), "run in float64")
 
@@ -65,8 +69,7 @@ class Judge:
     ) -> SiteVerdict:
         """Tensors that no weight map accounts for: equal bits prove them; else the transformation is applied again in
         float64; else they are taken as stored, and as many roundings are allowed as a fold of them takes."""
-        bitwise = [self._native(before, after, v, every_draw=True, bits=True) for v in values]
-        if not any(trial.difference.sentence for trial in bitwise):
+        if self._equal_bits(before, after, values):
             return self._verdict(site, Difference(), way="run as it is, equal bits")
         again = self.origins.applied_again(fresh)
         if again is not None:
@@ -162,6 +165,12 @@ class Judge:
                 break
         return Trial("", Difference())
 
+    def _equal_bits(self, before: Extract, after: Extract, values: Sequence[Values]) -> bool:
+        """Whether both sides give the same bits on every draw. Where something is written in place this is asked first:
+        a cast that is none gives back its input itself, but in float64 it is one, and makes a copy."""
+        trials = [self._native(before, after, each, every_draw=True, bits=True) for each in values]
+        return not any(trial.difference.sentence for trial in trials)
+
     def _run(self, module: nn.Module, inputs: Values) -> list[Any]:
         """The results, and after them the inputs that the run wrote into."""
         own = map_tensors(list(inputs.values()), torch.Tensor.clone)
@@ -188,6 +197,10 @@ class Judge:
             sentence = f"exactly equal on {tried} sets of values" if tried else way
         label = self.stage.change.label
         return SiteVerdict(site.name, label, not found.sentence, sentence, found.deviation, found.bound, draw, way)
+
+
+def _writes(module: GraphModule) -> bool:
+    return any(written_by(module, node) for node in module.graph.nodes)
 
 
 def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -3,7 +3,8 @@
 A node is touched when the change made, erased or changed it, or when the module or tensor it uses is another one. A
 touched node that only reads other nodes than before is rewired: it stands outside, and what it reads is compared. The
 touched nodes fall into sites by who reads whom, in either graph. What a site reads from outside are its inputs; they
-must be the same nodes on both sides, so a value that only one side reads is recomputed inside.
+must be the same nodes on both sides, so a value that only one side reads is recomputed inside. What writes into a value
+that is made inside, through whatever views, belongs inside as well.
 
 A site may be enlarged by the readers of its results only where they lose nothing (a reshape): whatever loses something
 (a ReLU) could hide a defect.
@@ -21,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from refold import fx_private
-from refold.aliasing import writes_to, written_by
+from refold.aliasing import memory_roots, writes_to, written_by
 from refold.change import Change, join_path
 from refold.fingerprint import same_bits
 from refold.purity import name_of
@@ -56,6 +57,8 @@ class Cutter:
         self.stage = stage
         self.nodes = [{n.name: n for n in gm.graph.nodes} for gm in (stage.before, stage.after)]
         self.place = [{name: i for i, name in enumerate(names)} for names in self.nodes]
+        self.order = _joint_order(*self.place)
+        self.writers = [[n for n in gm.graph.nodes if written_by(gm, n)] for gm in (stage.before, stage.after)]
         self.touched = _touched(stage, self.nodes)
         self.reweighted = {name for name in self.nodes[1] if self._reads_other_weights(name)}
         self.touched |= self.reweighted
@@ -104,17 +107,14 @@ class Cutter:
 
     def _order_matters(self) -> bool:
         """Whether something is written in place that was moved past, or that is now read where a copy was before."""
-        writers = [n for n in self.nodes[1].values() if written_by(self.stage.after, n)]
-        if not writers or self.stage.change.moved:
-            return bool(writers)
-        return any(self._shares_now(b, a, writers) for pairs in self.rewired.values() for b, a in pairs if b != a)
+        if not self.writers[1] or self.stage.change.moved:
+            return bool(self.writers[1])
+        return any(self._shares_now(b, a) for pairs in self.rewired.values() for b, a in pairs if b != a)
 
-    def _shares_now(self, old: str, new: str, writers: list[Node]) -> bool:
-        before, after = self.stage.before, self.stage.after
-        if writes_to(after, self.nodes[1][new], writers) is None:
+    def _shares_now(self, old: str, new: str) -> bool:
+        if writes_to(self.stage.after, self.nodes[1][new], self.writers[1]) is None:
             return False
-        former = [n for n in self.nodes[0].values() if written_by(before, n)]
-        return writes_to(before, self.nodes[0][old], former) is None
+        return writes_to(self.stage.before, self.nodes[0][old], self.writers[0]) is None
 
     def _inputs(self, side: int, name: str) -> list[str]:
         return [n.name for n in self.nodes[side][name].all_input_nodes]
@@ -178,21 +178,34 @@ class Cutter:
     def _closed(self, sides: tuple[set[str], set[str]], pairs: tuple[Pair, ...], followers: frozenset[str]) -> Site:
         """Take in what only one side reads, the latest first, until both sides read the same nodes."""
         while True:
+            for side in (0, 1):
+                sides[side].update(self._writes_inside(side, sides[side]))
             needs = [self._needs(side, sides[side], {pair[side] for pair in pairs}) for side in (0, 1)]
             fetches = [{n for n in needs[s] if self.nodes[s][n].op == "get_attr"} for s in (0, 1)]
             if any(fetches):
                 for s in (0, 1):
                     sides[s].update(fetches[s])
                 continue
-            lonely = [
-                (self.place[s][n], s, n) for s in (0, 1) for n in needs[s] - needs[1 - s] if not self._given(s, n)
-            ]
+            lonely = [(self.order[n], s, n) for s in (0, 1) for n in needs[s] - needs[1 - s] if not self._given(s, n)]
             if not lonely:
                 break
             _, side, name = max(lonely)
             sides[side].add(name)
         inputs = tuple(sorted(needs[0] | needs[1], key=lambda n: self.place[0].get(n, -1)))
         return Site(frozenset(sides[0]), frozenset(sides[1]), inputs, pairs, followers)
+
+    def _writes_inside(self, side: int, inside: set[str]) -> set[str]:
+        """What writes into values that are made inside before others inside read them, and the views it writes to."""
+        gm, place = (self.stage.before, self.stage.after)[side], self.place[side]
+        last = max((place[name] for name in inside), default=0)
+        found: set[str] = set()
+        for writer in self.writers[side]:
+            if writer.name in inside or place[writer.name] > last:
+                continue
+            lies_in = {n: memory_roots(gm, n) for t in written_by(gm, writer) for n in memory_roots(gm, t)}
+            views = {n.name for n, roots in lies_in.items() if any(root.name in inside for root in roots)}
+            found |= {writer.name, *views} if views else set()
+        return found
 
     def _needs(self, side: int, inside: set[str], results: set[str]) -> set[str]:
         read = {n for name in inside for n in self._inputs(side, name)}
@@ -258,6 +271,15 @@ def _paired(old: Any, new: Any) -> list[Pair] | None:
 
     same = same_value(blank(0, old), blank(1, new))
     return list(zip(*sides, strict=True)) if same and len(sides[0]) == len(sides[1]) else None
+
+
+def _joint_order(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Places that can be compared across both graphs: new nodes come right after what stood there before."""
+    found, last = {name: (place, 0) for name, place in before.items()}, -1
+    for name, place in after.items():
+        last = before.get(name, last)
+        found.setdefault(name, (last, place + 1))
+    return found
 
 
 def _touched(stage: Stage, nodes: list[dict[str, Node]]) -> set[str]:
