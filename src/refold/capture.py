@@ -6,6 +6,7 @@ tracing changes things that all threads share (torch.fx patches ``nn.Module`` it
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -40,6 +41,7 @@ def trace(
     dynamic: Any = "auto",
     on_failure: Literal["raise", "partial"] = "raise",
     submodule: str | None = None,
+    whole_result: bool = False,
     **kwargs: Any,
 ) -> fx.GraphModule:
     """Capture ``model`` as it runs on ``model(*args, **kwargs)``.
@@ -53,6 +55,8 @@ def trace(
     ``on_failure``: ``"partial"`` gives, where the whole cannot be captured, a copy of the model's structure with its
     largest parts captured (see `captured_parts`); ``"raise"`` an error that names the line, the reason and what to try.
     ``submodule``: capture only this part, on what the model gives it when it runs on the inputs.
+    ``whole_result``: give all that the model gives. Otherwise a model is captured as if called with
+    ``use_cache=False``, and what cannot be part of a graph is left out of its result; here that is an error.
     """
     if on_failure not in ("raise", "partial"):
         raise CaptureError(f"on_failure={on_failure!r} is not known: use 'raise' or 'partial'.")
@@ -60,7 +64,15 @@ def trace(
         if submodule is not None:
             return capture_submodule(model, submodule, args, kwargs, partial(climb, dynamic=dynamic))
         try:
-            return climb(model, args, kwargs, dynamic)
+            captured = climb(model, args, kwargs, dynamic, whole_result)
+            record = record_of(captured)
+            if whole_result and record.report.left_out:
+                what = ", ".join(record.report.left_out)
+                raise CaptureError(f"The result of {type(model).__name__} holds what no graph can make: {what}.")
+            asked: dict[str, Any] = {"dynamic": dynamic} if dynamic is False else {}
+            asked |= {"whole_result": True} if whole_result else {}
+            record.report = dataclasses.replace(record.report, asked=asked)
+            return captured
         except CaptureError as error:
             if on_failure == "raise" or isinstance(error, InputMismatch):
                 raise

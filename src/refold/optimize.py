@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,10 +152,17 @@ def _captured(model: nn.Module, args: Any, kwargs: Any, notes: list[str]) -> Gra
         return hollow_copy(model)  # the given one stays as it is: it is what runs on other inputs
     try:
         with torch.no_grad():
-            return trace(model, *args, dynamic=False, **kwargs)
+            return trace(model, *args, dynamic=False, whole_result=True, **kwargs)
     except CaptureError as error:
-        notes.append(f"The model could not be captured, so it is run as it is: {error}")
+        notes.append(f"The model could not be captured, so it is run as it is: {error}{_without_cache(model, kwargs)}")
         return None
+
+
+def _without_cache(model: nn.Module, given: dict[str, Any]) -> str:
+    """What to try with a model whose result holds a cache."""
+    if "use_cache" in given or "use_cache" not in inspect.signature(model.forward).parameters:
+        return ""
+    return " If its cache is in the way and not needed: give use_cache=False, in the example and in every call."
 
 
 def _exactness(gm: GraphModule, args: Any, kwargs: Any, steps: list[Step], reference: OutputReference) -> Verification:

@@ -34,11 +34,16 @@ class _Tracer(fx.Tracer):
 
 
 def capture_classic(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any, failures: list[Failure]
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic: Any,
+    failures: list[Failure],
+    switches: Mapping[str, Any] = SWITCHES,
 ) -> Captured:
     """Trace with proxies; the sizes in the graph are those the proxies asked for, so they are open until tried."""
-    with switched(model):
-        calling, leaves = bind(model, args, kwargs, SWITCHES)
+    with switched(model, switches):
+        calling, leaves = bind(model, args, kwargs, switches)
         try:
             return _capture(model, calling, leaves, dynamic, failures)
         except Exception as error:  # whatever the model's code does to a proxy
@@ -73,7 +78,8 @@ def _capture(
         devices_unpinned=unpinned,
         nodes=len(graph.nodes),
         training=model.training,
-        notes=(*(f"left out of the result: {what}" for what in result.left_out), *trials.notes),
+        notes=tuple(trials.notes),
+        left_out=tuple(result.left_out),
         attempts=tuple(map(str, failures)),
         seconds={"trace": time.perf_counter() - started},
     )

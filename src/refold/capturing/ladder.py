@@ -14,13 +14,17 @@ from refold.capturing.classic import capture_classic
 from refold.capturing.errors import CaptureError
 from refold.capturing.explaining import Failure, steered_by_values
 from refold.capturing.module import Captured
+from refold.capturing.restoring import SWITCHES
 from refold.capturing.whole import PLAIN_EXPORT, NotCaptured, Way, capture_whole
 
 _FIXED = "with values that steer Python fixed or opened"
 
 
-def climb(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any) -> Captured:
+def climb(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any, whole_result: bool = False
+) -> Captured:
     """torch.export; the same under the patches of transformers' exporter; classic fx. Raises with all reasons."""
+    switches: Mapping[str, Any] = {} if whole_result else SWITCHES
     failures: list[Failure] = []
     cause: BaseException | None = None
     steered = False
@@ -28,12 +32,12 @@ def climb(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dyna
         if way.fixes_values and not steered:
             continue
         try:
-            return capture_whole(model, args, kwargs, dynamic, way, failures)
+            return capture_whole(model, args, kwargs, dynamic, way, failures, switches)
         except NotCaptured as failed:
             cause = cause or failed.cause
             steered = failed.cause is not None and steered_by_values(failed.cause)
     try:
-        return capture_classic(model, args, kwargs, dynamic, failures)
+        return capture_classic(model, args, kwargs, dynamic, failures, switches)
     except NotCaptured:
         raise _error(model, failures) from cause
 

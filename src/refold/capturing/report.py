@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from refold.capturing.raising import Refusal
 
@@ -12,7 +13,8 @@ class CaptureReport:
     """How a model was captured, what is dynamic, what stayed as ATen ops and why, and what to know about it.
 
     ``dynamic`` holds, for each input, the dimensions in which another size was tried and gave the model's own result.
-    A partial capture names its ``parts`` and the ``share`` of the parameters inside them.
+    A partial capture names its ``parts`` and the ``share`` of the parameters inside them. ``asked`` holds the settings
+    of `refold.trace` that must be given again for the same graph.
     """
 
     model: str
@@ -31,6 +33,8 @@ class CaptureReport:
     notes: tuple[str, ...]
     attempts: tuple[str, ...]
     seconds: dict[str, float]
+    left_out: tuple[str, ...] = ()
+    asked: dict[str, Any] = dataclasses.field(default_factory=dict)
     parts: tuple[str, ...] = ()
     share: float = 1.0
 
@@ -50,5 +54,6 @@ class CaptureReport:
             lines.append(f"  in part: {', '.join(self.parts)} ({100 * self.share:.0f} % of the parameters)")
         lines += [f"  not raised: {refusal}" for refusal in self.refused]
         lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  note: left out of the result: {what}" for what in self.left_out]
         lines += [f"  tried before: {attempt}" for attempt in self.attempts]
         return "\n".join(lines)

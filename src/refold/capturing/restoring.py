@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-SWITCHES: Mapping[str, Any] = {"use_cache": False}  # a cache object is no tensor and has no place in a graph
+SWITCHES: Mapping[str, Any] = {"use_cache": False}  # a graph to work on is clearer without the cache of its results
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from refold.plain_objects import attributes_of, class_named, is_named, new_object
+
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -31,11 +33,12 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A container: its class, its keys (None for sequences) and what it holds."""
+    """A container: its class, its keys (None for sequences) and what it holds; or an object with its attributes."""
 
     cls: type
     keys: tuple[Any, ...] | None
     children: tuple[Tree, ...]
+    is_object: bool = False
 
 
 Tree = Leaf | Constant | Branch
@@ -52,7 +55,8 @@ class Opaque(Exception):
 def flatten(value: Any, leaves: list[Any], where: str = "", left_out: list[str] | None = None) -> Tree:
     """Take ``value`` apart: its tensors are appended to ``leaves``, the rest is the tree.
 
-    An object that cannot be taken apart raises `Opaque`, or is left out and named in ``left_out`` where that is given.
+    An object that cannot be taken apart raises `Opaque`. Where ``left_out`` is given, ``value`` is a result: objects
+    that are nothing but their attributes are taken apart too, and others are left out and named there.
     """
     if isinstance(value, (torch.Tensor, fx.Proxy, *SYMBOLS)):
         leaves.append(value)
@@ -63,14 +67,40 @@ def flatten(value: Any, leaves: list[Any], where: str = "", left_out: list[str] 
     if parts is None:
         if left_out is None:
             raise Opaque(where, value)
-        left_out.append(f"{where} ({type(value).__name__})")
-        return Constant(None)
+        return _flatten_object(value, leaves, where, left_out)
     keys, values = parts
     names = keys if keys is not None else range(len(values))
     children = tuple(
         flatten(v, leaves, f"{where}.{k}" if where else str(k), left_out) for k, v in zip(names, values, strict=True)
     )
     return Branch(type(value), keys, children)
+
+
+def _flatten_object(value: Any, leaves: list[Any], where: str, left_out: list[str]) -> Tree:
+    """All of an object, or nothing of it."""
+    before = len(leaves)
+    try:
+        return _attributes(value, leaves, frozenset())
+    except Opaque:
+        del leaves[before:]
+        left_out.append(f"{where} ({type(value).__name__})")
+        return Constant(None)
+
+
+def _attributes(value: Any, leaves: list[Any], around: frozenset[int]) -> Tree:
+    """As `flatten`, inside of an object: classes may be values there, and objects hold objects (but not themselves)."""
+    if isinstance(value, type) and is_named(value):
+        return Constant(value)
+    is_simple = isinstance(value, (torch.Tensor, fx.Proxy, *SYMBOLS, *PLAIN)) and not hasattr(value, "_fields")
+    parts, attributes = (None, None) if is_simple else (_open(value), attributes_of(value))
+    if id(value) in around or (parts is None and attributes is None):
+        return flatten(value, leaves)
+    around |= {id(value)}
+    if parts is not None:
+        return Branch(type(value), parts[0], tuple(_attributes(v, leaves, around) for v in parts[1]))
+    assert attributes is not None
+    children = tuple(_attributes(v, leaves, around) for v in attributes.values())
+    return Branch(type(value), tuple(attributes), children, is_object=True)
 
 
 def _open(value: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | None:
@@ -92,7 +122,7 @@ def rebuild(tree: Tree, leaves: Sequence[Any]) -> Any:
     if isinstance(tree, Constant):
         return tree.value
     children = [rebuild(child, leaves) for child in tree.children]
-    return _construct(tree, children, lambda cls, args, kwargs: cls(*args, **kwargs))
+    return _construct(tree, children, lambda function, args, kwargs: function(*args, **kwargs))
 
 
 def emit(tree: Tree, leaves: Sequence[Any], graph: fx.Graph) -> Any:
@@ -100,12 +130,20 @@ def emit(tree: Tree, leaves: Sequence[Any], graph: fx.Graph) -> Any:
     if isinstance(tree, Leaf):
         return leaves[tree.index]
     if isinstance(tree, Constant):
-        return tree.value
+        is_class = isinstance(tree.value, type)
+        return _call_of(graph, class_named, _name_of(tree.value), {}) if is_class else tree.value
     children = [emit(child, leaves, graph) for child in tree.children]
-    return _construct(tree, children, lambda cls, args, kwargs: _call_of(graph, cls, args, kwargs))
+    return _construct(tree, children, lambda function, args, kwargs: _call_of(graph, function, args, kwargs))
 
 
-def _construct(tree: Branch, children: list[Any], call: Callable[[type, tuple, dict], Any]) -> Any:
+def _name_of(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
+def _construct(tree: Branch, children: list[Any], call: Callable[[Callable[..., Any], tuple, dict], Any]) -> Any:
+    if tree.is_object:
+        assert tree.keys is not None
+        return call(new_object, (*_name_of(tree.cls), dict(zip(tree.keys, children, strict=True))), {})
     if tree.cls is tuple:
         return tuple(children)
     if tree.cls is list:
@@ -121,8 +159,8 @@ def _construct(tree: Branch, children: list[Any], call: Callable[[type, tuple, d
     return call(tree.cls, (), {k: v for k, v in entries.items() if v is not None or not issubclass(tree.cls, Mapping)})
 
 
-def _call_of(graph: fx.Graph, cls: type, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
-    node = graph.call_function(cls, args, kwargs)
+def _call_of(graph: fx.Graph, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+    node = graph.call_function(function, args, kwargs)
     # fx writes a torch.fx.wrap for this name, so that re-tracing (unpickling does it) records the call, not runs it
     node.meta["is_wrapped"] = True
     return node

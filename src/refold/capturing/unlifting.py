@@ -104,6 +104,14 @@ class _Copier:
         if node.target in _CHECKS and not node.users:
             self.plain.checks += 1
             return None
+        if node.target is _aten.detach_.default and _is_fresh_constant(node.args[0]):
+            return env[node.args[0]]  # type: ignore[index]
+        alone = _joined_to_nothing(node)
+        if alone is not None:
+            layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            copied = self.graph.call_function(_aten.clone.default, (self._value(env[alone]),), layout)
+            copied.meta = self._meta(node)
+            return copied
         region = _region_of(node)
         if region is not None:
             return self._inline(node, owner, env, region)
@@ -208,6 +216,21 @@ def _region_of(node: fx.Node) -> _Region | None:
     if name == "wrap_with_autocast" and not node.args[2]:
         return _Region(4, without_grad=False)
     return None
+
+
+def _is_fresh_constant(argument: Any) -> bool:
+    """`torch.tensor(...)` is exported as a constant, copied, and cut off from gradients that it does not have."""
+    return isinstance(argument, fx.Node) and argument.target is _aten.lift_fresh_copy.default
+
+
+def _joined_to_nothing(node: fx.Node) -> fx.Node | None:
+    """The only tensor of a `cat` that holds anything, as where a cache is empty yet: the result is a copy of it."""
+    if node.target is not _aten.cat.default or not isinstance(node.args[0], (list, tuple)):
+        return None
+    parts = [part for part in node.args[0] if isinstance(part, fx.Node) and part.meta["val"].shape != (0,)]
+    if len(parts) != 1 or len(node.args[0]) == 1 or parts[0].meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    return parts[0]
 
 
 def _needs_grad(argument: Any) -> bool:

@@ -61,13 +61,14 @@ def capture_whole(
     dynamic: Any,
     way: Way,
     failures: list[Failure],
+    switches: Mapping[str, Any] = SWITCHES,
 ) -> Captured:
     """Capture with as many sizes left open as the model allows; raises `NotCaptured` where no attempt stands.
 
     Every failed attempt is appended to ``failures``.
     """
-    with switched(model) as changed:
-        calling, leaves = bind(model, args, kwargs, SWITCHES)
+    with switched(model, switches) as changed:
+        calling, leaves = bind(model, args, kwargs, switches)
         work = _Work(model, calling, leaves, way, changed, failures)
         found: Captured | None = None
         for plan in _plans(work, dynamic):
@@ -187,7 +188,8 @@ class _Work:
             devices_unpinned=unpinned,
             nodes=len(captured.graph.nodes),
             training=self.model.training,
-            notes=(*self._notes(exported, values), *trials.notes),
+            notes=(*self._notes(values), *trials.notes),
+            left_out=exported.left_out,
             attempts=tuple(map(str, self.failures)),
             seconds=clock.laps,
         )
@@ -220,14 +222,14 @@ class _Work:
             return None
         return [leaf if i in values.known else all_equal(leaf) for i, leaf in enumerate(self.leaves)]
 
-    def _notes(self, exported: Exported, values: KnownValues | None) -> list[str]:
+    def _notes(self, values: KnownValues | None) -> list[str]:
         notes = [f"captured with {switch}, put back afterwards" for switch in self.changed]
         if values is not None:
             names = dict(enumerate(self.calling.leaf_names()))
             fixed = [f"the buffer {s}" if isinstance(s, str) else names[s] for s in values.known]
             notes += [f"{name} is fixed to its values at capture: they steer the model's code" for name in fixed]
             notes += list(dict.fromkeys(values.opened))
-        return notes + [f"left out of the result: {what}" for what in exported.left_out]
+        return notes
 
 
 class _Clock:

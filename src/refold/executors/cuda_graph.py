@@ -149,7 +149,7 @@ class CapturedGraph:
         with torch.cuda.device(self.device), torch.no_grad():
             run_example(owner.module, layout, tensors)
             self.call = owner.executor.inner.prepare(owner.module, args, kwargs)
-            self.layout, self.outputs = Layout.of(self._record(args, kwargs, owner))
+            self.layout, self.outputs = Layout.of_output(self._record(args, kwargs, owner))
         _refuse_host_tensors(self.outputs, "returns")
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], owner: GraphRunner) -> Any:

@@ -71,7 +71,7 @@ def plan_for_engine(
     signature, inputs, tensors = example(args, kwargs)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        layout, outputs = Layout.of(run_example(module, inputs, tensors))
+        layout, outputs = Layout.of_output(run_example(module, inputs, tensors))
         _refuse_types([*tensors, *outputs], engine, types)
         sources, kept = _sources(outputs, tensors)
         if not kept or not tensors:

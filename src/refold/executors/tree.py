@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from refold.plain_objects import attributes_of, new_object
 
 Structure = pytree.TreeSpec
 
@@ -21,8 +23,15 @@ def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
     return pytree.tree_unflatten(leaves, structure)
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, change, value)
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output, also those inside of objects."""
+    return Layout.of_output(output)[1]
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    """The same output with other tensors."""
+    layout, tensors = Layout.of_output(output)
+    return layout.fill(map(change, tensors))
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,8 @@ class Layout:
     structure: Structure
     leaves: tuple[Any, ...]
     places: tuple[int, ...]
+    objects: tuple[tuple[int, type, Layout], ...] = ()
+    """Where an object was taken apart: its class, and its attributes."""
 
     @classmethod
     def of(cls, value: Any) -> tuple[Layout, list[torch.Tensor]]:
@@ -40,10 +51,33 @@ class Layout:
         constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         return cls(structure, constants, places), [leaves[place] for place in places]
 
+    @classmethod
+    def of_output(cls, value: Any) -> tuple[Layout, list[torch.Tensor]]:
+        """Objects that are nothing but their attributes (a cache of keys and values) are taken apart, and made anew."""
+        layout, tensors = cls.of(value)
+        leaves, objects = list(layout.leaves), []
+        for index, leaf in enumerate(layout.leaves):
+            attributes = attributes_of(leaf)
+            inner, held = cls.of_output(attributes) if attributes is not None else (None, [])
+            if inner is not None and held:
+                objects.append((index, type(leaf), inner))
+                tensors += held
+                leaves[index] = None
+        return cls(layout.structure, tuple(leaves), layout.places, tuple(objects)), tensors
+
     def fill(self, tensors: Iterable[torch.Tensor]) -> Any:
+        rest = iter(tensors)
+        filled = self._take(rest)
+        if next(rest, None) is not None:
+            raise ValueError("more tensors than places")
+        return filled
+
+    def _take(self, tensors: Iterator[torch.Tensor]) -> Any:
         leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
+        for place in self.places:
+            leaves[place] = next(tensors)
+        for index, cls, layout in self.objects:
+            leaves[index] = new_object(cls.__module__, cls.__qualname__, layout._take(tensors))
         return unflatten(leaves, self.structure)
 
 
@@ -58,5 +92,5 @@ class FlatModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.inputs.fill(tensors)
-        outputs = [leaf for leaf in flatten(self.module(*args, **kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        outputs = tensors_of(self.module(*args, **kwargs))
         return tuple(outputs[index] for index in self.kept)

@@ -12,7 +12,6 @@ from torch.fx import GraphModule
 from refold.clock import bind, device_of, seconds_of
 from refold.errors import RefoldError
 from refold.executors import executors
-from refold.executors.tree import flatten
 from refold.explaining import hollow_copy
 from refold.fingerprint import same_bits
 from refold.history import history, undo
@@ -22,6 +21,7 @@ from refold.optimizing.calls import Inputs, split
 from refold.result import Result, result
 from refold.transformation import Transformation
 from refold.verify import Verification, verify_last
+from refold.verifying.leaves import leaves_of
 
 _MEASURE_SECONDS = 2.0
 _REWRITING_SHARE = 0.5  # of a time budget; the rest is for choosing how to run the result
@@ -94,8 +94,14 @@ def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, le
 def _bit_identical(before: GraphModule, after: GraphModule, inputs: Inputs) -> bool:
     args, kwargs = split(inputs)
     with torch.no_grad():
-        old, new = (flatten(module(*args, **kwargs))[0] for module in (before, after))
-    return all(same_bits(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(old, new, strict=True))
+        old, new = (list(leaves_of(module(*args, **kwargs))) for module in (before, after))
+    same = [name == its and _same(a, b) for (name, a), (its, b) in zip(old, new, strict=False)]
+    return len(old) == len(new) and all(same)
+
+
+def _same(a: Any, b: Any) -> bool:
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return same_bits(a, b) if both else bool(a == b)
 
 
 def _measured(before: GraphModule, after: GraphModule, inputs: Inputs, budget: Budget) -> Measurement | None:

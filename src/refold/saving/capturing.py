@@ -30,13 +30,14 @@ def describe_capture(gm: GraphModule) -> dict[str, Any]:
         plain = fx_private.tracer_class(gm) in (None, torch.fx.Tracer)
         return {"method": "symbolic_trace" if plain else "other"}
     nodes = {node.name: node for node in gm.graph.nodes if node.op == "placeholder"}
+    how = {"method": "trace", "training": record.report.training, "asked": record.report.asked}
     inputs = []
     for place, argument in enumerate(a for a in record.calling.arguments if a.given):
         entry = _describe_input(argument, nodes.get(argument.name))
         if entry is None:
-            return {"method": "trace", "inputs": None, "training": record.report.training}
+            return how | {"inputs": None}
         inputs.append(entry | {"name": argument.name, "positional": place < record.calling.positional})
-    return {"method": "trace", "inputs": inputs, "training": record.report.training}
+    return how | {"inputs": inputs}
 
 
 def _describe_input(argument: Any, node: torch.fx.Node | None) -> dict[str, Any] | None:
@@ -70,7 +71,14 @@ def capture_again(
     if made is not model:
         made.train(how.get("training") is True)
     args, kwargs = _inputs(how.get("inputs"), example_inputs)
-    return trace(made, *args, **kwargs)
+    return trace(made, *args, **_asked(how.get("asked")), **kwargs)
+
+
+def _asked(recorded: Any) -> dict[str, Any]:
+    """The settings of `refold.trace` that change the graph; folders of older versions have none."""
+    known: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
+    fixed: dict[str, Any] = {"dynamic": False} if known.get("dynamic") is False else {}
+    return fixed | ({"whole_result": True} if known.get("whole_result") is True else {})
 
 
 def _made(model: Model, device: str | None) -> nn.Module:
