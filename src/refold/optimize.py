@@ -21,7 +21,8 @@ from refold.history import history
 from refold.optimizing.all_ones import AllOnes, without_masks_of_ones
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, as_call, device_of_call, split
-from refold.optimizing.choosing import ORIGINAL, choose
+from refold.optimizing.chance import depends_on_chance
+from refold.optimizing.choosing import ORIGINAL, Choice, choose
 from refold.optimizing.freshness import Freshness, read_in_eval
 from refold.optimizing.optimized import OptimizedModule, Variant
 from refold.optimizing.pipeline import chosen_pipeline
@@ -93,6 +94,10 @@ def _build(
     notes: list[str] = []
     device = device_of_call(model, inputs)
     tell("capturing", 0.0)
+    if depends_on_chance(model, inputs):
+        return _as_it_is(
+            model, inputs, backend, "it draws random numbers, so a rewrite cannot be told from chance"
+        )
     gm = _captured(model, args, kwargs, notes)
     before = GraphData() if gm is None else graph_data(gm)
     original = None if gm is None else hollow_copy(gm)
@@ -138,6 +143,16 @@ def _build(
     freshness = Freshness(weights, gm, follows=choice.follows_weights)
     twin = all_ones if isinstance(all_ones, AllOnes) else None
     return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, twin)
+
+
+def _as_it_is(model: nn.Module, inputs: Inputs, backend: str, why: str) -> Variant:
+    """The model itself, where nothing can be compared with it."""
+    if backend != "auto":
+        raise RefoldError(f"the executor {backend} cannot be used for this model: {why}.")
+    note = f"The model is run as it is: {why}."
+    report = build_report(model, GraphData(), None, [], [], Choice(ORIGINAL, model, True), None, [note])
+    freshness = Freshness([], None, follows=True)
+    return Variant(Signature.of(*split(inputs)), None, model, ORIGINAL, freshness, report)
 
 
 def _drops_masks(pipeline: tuple[Transformation, ...], level: str, device: torch.device) -> bool:

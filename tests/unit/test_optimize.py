@@ -353,3 +353,35 @@ def test_executors_that_are_level_are_timed_once_more_among_themselves(monkeypat
     decided = compared(lucky=(0.9,) * 8, level=(1.1,) * 8)
     assert choosing._winner(decided, contenders, (), Budget(None)) == (decided, "lucky")
     assert len(pools) == 1
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in eval mode; whether they count is a setting."""
+
+    def __init__(self, counts: bool):
+        super().__init__()
+        self.layer, self.counts = nn.Linear(4, 4), counts
+
+    def forward(self, x):
+        noise = torch.rand(())
+        return self.layer(x) + (noise if self.counts else 0)
+
+
+def test_a_model_that_depends_on_chance_is_run_as_it_is():
+    model, x = Noisy(True).eval(), torch.randn(2, 4)
+    state = torch.get_rng_state()
+    optimized = optimize(model, (x,), time_budget=3, progress=False)
+    assert torch.equal(state, torch.get_rng_state())
+    assert "draws random numbers" in optimized.report.notes[0] and "draws random numbers" in str(optimized.report)
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    assert torch.equal(optimized(x), expected) and not optimized.notes
+    assert optimized.restore() is model
+    with pytest.raises(refold.errors.RefoldError, match="draws random numbers"):
+        optimize(model, (x,), backend="plain", progress=False)
+
+
+def test_random_numbers_that_do_not_count_are_no_chance():
+    optimized = optimize(Noisy(False).eval(), (torch.randn(2, 4),), backend="plain", progress=False, time_budget=3)
+    assert optimized.graph_module is not None
