@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from refold import fx_private
 from refold.history import check_graph_module, history
+from refold.hollow import parameter_over
 from refold.result import Result, result
 from refold.rewrite import Rewrite
 from refold.transformation import Composition, Transformation, check_transformation
@@ -44,4 +45,4 @@ def hollow_copy(gm: GraphModule) -> GraphModule:
 
 def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
     twin = tensor.detach()
-    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    return parameter_over(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin

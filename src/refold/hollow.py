@@ -120,3 +120,9 @@ def _tensor(root: nn.Module, name: str) -> torch.Tensor:
     if tensor is None:
         raise GraphEdited(f"{name}, which holds weights that a rewrite made, is no longer in the module.")
     return tensor
+
+
+def parameter_over(values: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter of these values; those that were made in inference mode can only be wrapped there."""
+    with torch.inference_mode(values.is_inference()):
+        return nn.Parameter(values, requires_grad=requires_grad)

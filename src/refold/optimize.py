@@ -95,9 +95,7 @@ def _build(
     device = device_of_call(model, inputs)
     tell("capturing", 0.0)
     if depends_on_chance(model, inputs):
-        return _as_it_is(
-            model, inputs, backend, "it draws random numbers, so a rewrite cannot be told from chance"
-        )
+        return _as_it_is(model, inputs, backend, "it draws random numbers, so a rewrite cannot be told from chance")
     gm = _captured(model, args, kwargs, notes)
     before = GraphData() if gm is None else graph_data(gm)
     original = None if gm is None else hollow_copy(gm)

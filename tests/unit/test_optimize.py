@@ -22,6 +22,7 @@ from refold.measure import Comparison, Measurement, Timing
 from refold.optimize import optimize
 from refold.optimizing import choosing, reporting, steps
 from refold.optimizing.budget import Budget
+from refold.optimizing.calls import BadExample
 from refold.transformation import ReversibleTransformation
 
 
@@ -385,3 +386,50 @@ def test_a_model_that_depends_on_chance_is_run_as_it_is():
 def test_random_numbers_that_do_not_count_are_no_chance():
     optimized = optimize(Noisy(False).eval(), (torch.randn(2, 4),), backend="plain", progress=False, time_budget=3)
     assert optimized.graph_module is not None
+
+
+class Goes(nn.Module):
+    """Goes on with a list of its own kind, and writes into it."""
+
+    def forward(self, x, past):
+        past.seen.append(x)
+        return x + len(past.seen)
+
+
+class Past:
+    def __init__(self):
+        self.seen = []
+
+
+def test_an_input_that_a_call_may_write_into_is_refused_untouched():
+    past, x = Past(), torch.randn(3)
+    with pytest.raises(BadExample, match=r"write into one of the example inputs: past is a .*Past"):
+        optimize(Goes().eval(), {"x": x, "past": past}, time_budget=3, progress=False)
+    assert past.seen == []
+
+
+class MayGo(nn.Module):
+    def forward(self, x, past=None):
+        return x * 2 if past is None else Goes()(x, past)
+
+
+def test_a_call_with_such_an_input_runs_the_original():
+    model, past, x = MayGo().eval(), Past(), torch.randn(3)
+    optimized = optimize(model, {"x": x}, backend="plain", time_budget=3, progress=False)
+    assert torch.equal(optimized(x=x, past=past), x + 1) and torch.equal(optimized(x=x, past=past), x + 2)
+    assert "ran the original" in optimized.notes[0]
+    assert torch.equal(optimized(x=x), x * 2) and len(past.seen) == 2
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_were_made_in_inference_mode(frozen):
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(4, 4)).eval()
+    if frozen:
+        model.requires_grad_(False)
+    x = torch.randn(2, 3, 1, 1)
+    optimized = optimize(model, (x,), backend="plain", time_budget=5, progress=False)
+    assert history(optimized.graph_module)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(x), model(x))
+    assert optimized.restore() is model

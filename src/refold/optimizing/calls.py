@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from refold.capturing.trees import Opaque, flatten
 from refold.errors import RefoldError
 
 
@@ -22,13 +23,25 @@ def as_call(example_inputs: Any) -> Inputs:
     if isinstance(example_inputs, torch.Tensor):
         return (example_inputs,)
     if isinstance(example_inputs, Mapping):  # a tokenizer's BatchEncoding is one
-        return dict(example_inputs)
+        return _checked(dict(example_inputs))
     if isinstance(example_inputs, tuple | list):
-        return tuple(example_inputs)
+        return _checked(tuple(example_inputs))
     raise BadExample(
         f"example_inputs must be a dict of keyword arguments, a tuple of positional ones or a tensor, "
         f"not a {type(example_inputs).__name__}."
     )
+
+
+def _checked(inputs: Inputs) -> Inputs:
+    """Refuse objects of their own kind, such as a cache that a decoder goes on with, before any call changes them."""
+    try:
+        flatten(inputs, [])
+    except Opaque as opaque:
+        raise BadExample(
+            f"a call may write into one of the example inputs: {opaque}. Give tensors, plain values, or lists, tuples, "
+            "dicts and dataclasses of them. Calls with other inputs run the original model."
+        ) from None
+    return inputs
 
 
 def split(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,6 +14,7 @@ from refold import fx_private
 from refold.capturing.module import RECORD
 from refold.change import Change
 from refold.history import attach, history, undo
+from refold.hollow import parameter_over
 from refold.keeping import held_tensors
 from refold.verifying.arithmetic import widen
 
@@ -65,7 +66,7 @@ def copied(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -
 def _twin(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         return values
-    return nn.Parameter(values, requires_grad=tensor.requires_grad)
+    return parameter_over(values, tensor.requires_grad)
 
 
 def _all_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
