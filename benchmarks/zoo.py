@@ -66,19 +66,19 @@ MUST = {
 def main() -> None:
     options = _options()
     if options.table:
-        TABLE.write_text(table(_read(RESULTS), _read(TIMM_RESULTS), _families()))
+        TABLE.write_text(table(_read(RESULTS), _read(TIMM_RESULTS), families()))
         return
-    _warm_up()
+    warm_up()
     stored, build = (TIMM_RESULTS, zoo_timm.build) if options.timm else (RESULTS, zoo_models.build)
     results = _read(stored)
-    wanted = options.only or (list(zoo_timm.MODELS) if options.timm else _families())
+    wanted = options.only or (list(zoo_timm.MODELS) if options.timm else families())
     if options.failed:
         wanted = [n for n, r in results.items() if not _good(r)]
     elif not options.only:
         wanted = [n for n in wanted if n not in results]
         random.Random(0).shuffle(wanted)  # a sweep that is stopped early has seen a fair sample
     with ThreadPoolExecutor(options.jobs) as pool:
-        waiting = {pool.submit(run_apart, name, build, options.timeout): name for name in wanted}
+        waiting = {pool.submit(run_apart, name, build, options.timeout, steps_of): name for name in wanted}
         for done in as_completed(waiting):
             results[waiting[done]] = done.result()
             stored.parent.mkdir(exist_ok=True)
@@ -101,13 +101,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _families() -> list[str]:
+def families() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     return sorted(MODEL_MAPPING_NAMES)
 
 
-def _warm_up() -> None:
+def warm_up() -> None:
     """Import and initialise once what every fork needs."""
     import transformers
 
@@ -130,15 +130,16 @@ def _not_here(result: dict[str, Any]) -> bool:
 
 
 Build = Callable[[str], tuple[nn.Module, dict[str, torch.Tensor], str]]
+Tell = Callable[[dict[str, Any]], None]
 
 
-def run_apart(name: str, build: Build, timeout: int) -> dict[str, Any]:
-    """Run one family in a fork; what it cannot report (a crash, too long) is a result too."""
+def run_apart(name: str, build: Build, timeout: int, steps: Callable[[str, Build, Tell], Any]) -> dict[str, Any]:
+    """Run the steps of one family in a fork; what it cannot report (a crash, too long) is a result too."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _child(name, build, timeout, writing)
+        _child(name, build, timeout, steps, writing)
     os.close(writing)
     with os.fdopen(reading) as stream:
         lines = stream.read().splitlines()
@@ -152,7 +153,7 @@ def run_apart(name: str, build: Build, timeout: int) -> dict[str, Any]:
     return result
 
 
-def _child(name: str, build: Build, timeout: int, writing: int) -> None:
+def _child(name: str, build: Build, timeout: int, steps: Callable[[str, Build, Tell], Any], writing: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout + 5))  # a busy machine must not change the result
     signal.alarm(30 * timeout)
     resource.setrlimit(resource.RLIMIT_AS, (14 << 30, 14 << 30))
@@ -163,13 +164,13 @@ def _child(name: str, build: Build, timeout: int, writing: int) -> None:
         os.write(writing, (json.dumps(result) + "\n").encode())
 
     try:
-        steps_of(name, build, tell)
+        steps(name, build, tell)
     except BaseException as error:  # a fork must never come back into the loop
         tell({"eager": "no", "why": f"{type(error).__name__}: {error}"[:400]})
     os._exit(0)
 
 
-def steps_of(name: str, build: Build, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def steps_of(name: str, build: Build, tell: Tell) -> dict[str, Any]:
     """All steps of one family, told one by one, so that a killed process leaves what it had."""
     result: dict[str, Any] = {}
     torch.manual_seed(0)
