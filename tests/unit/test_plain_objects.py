@@ -160,8 +160,9 @@ def test_layouts_of_outputs_and_of_inputs() -> None:
     assert len(tensors) == 3 == len(tensors_of(output))
     assert same(layout.fill(tensors), output) and layout.fill(tensors)["store"] is not store
     assert float(map_tensors(torch.neg, output)["store"].entries[0].keys[0]) == -1
-    with pytest.raises(ValueError):
-        layout.fill([*tensors, tensors[0]])
+    for wrong in ([*tensors, tensors[0]], tensors[:-1]):
+        with pytest.raises(ValueError, match="3 places"):
+            layout.fill(wrong)
     assert len(Layout.of(output)[1]) == 1, "an object that is given is the caller's own"
 
 

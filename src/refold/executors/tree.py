@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,12 +66,16 @@ class Layout:
                 leaves[index] = None
         return cls(layout.structure, tuple(leaves), layout.places, tuple(objects)), tensors
 
+    @cached_property
+    def size(self) -> int:
+        """How many tensors it has places for."""
+        return len(self.places) + sum(layout.size for *_, layout in self.objects)
+
     def fill(self, tensors: Iterable[torch.Tensor]) -> Any:
-        rest = iter(tensors)
-        filled = self._take(rest)
-        if next(rest, None) is not None:
-            raise ValueError("more tensors than places")
-        return filled
+        given = list(tensors)
+        if len(given) != self.size:
+            raise ValueError(f"there are {self.size} places, and {len(given)} tensors")
+        return self._take(iter(given))
 
     def _take(self, tensors: Iterator[torch.Tensor]) -> Any:
         leaves = list(self.leaves)
