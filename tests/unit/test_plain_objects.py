@@ -76,6 +76,12 @@ class Itself:
         self.x, self.me = x, self
 
 
+class Round:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x: list[Any] = [x]
+        self.x.append(self.x)
+
+
 def same(one: Any, other: Any) -> bool:
     pairs = list(zip(leaves_of(one), leaves_of(other), strict=True))
     return all(n == m and (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b) for (n, a), (m, b) in pairs)
@@ -117,7 +123,7 @@ def test_joining_to_nothing_is_a_copy() -> None:
     assert not any("detach_" in node.name or "lift" in node.name for node in gm.graph.nodes)
 
 
-@pytest.mark.parametrize("made", [Holder, Itself])
+@pytest.mark.parametrize("made", [Holder, Itself, Round])
 def test_what_cannot_be_made_again_is_left_out_or_refused(made: Any) -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> Given:

@@ -92,9 +92,11 @@ def _attributes(value: Any, leaves: list[Any], around: frozenset[int]) -> Tree:
     if isinstance(value, type) and is_named(value):
         return Constant(value)
     is_simple = isinstance(value, (torch.Tensor, fx.Proxy, *SYMBOLS, *PLAIN)) and not hasattr(value, "_fields")
-    parts, attributes = (None, None) if is_simple else (_open(value), attributes_of(value))
-    if id(value) in around or (parts is None and attributes is None):
+    if is_simple:
         return flatten(value, leaves)
+    parts, attributes = _open(value), attributes_of(value)
+    if id(value) in around or (parts is None and attributes is None):
+        raise Opaque("", value)
     around |= {id(value)}
     if parts is not None:
         return Branch(type(value), parts[0], tuple(_attributes(v, leaves, around) for v in parts[1]))
