@@ -56,6 +56,7 @@ CLASSIC = (
 
 RESULTS = Path(os.environ.get("ZOO_RESULTS", Path(__file__).resolve().parent / "results" / "zoo.json"))
 TIMM_RESULTS = RESULTS.with_name("zoo_timm.json")
+OPTIMIZED = RESULTS.with_name("zoo_optimize.json")  # made by zoo_optimize.py
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "zoo.md"
 MUST = {
     *("Linear", "Embedding", "LayerNorm", "RMSNorm", "GroupNorm"),
@@ -66,7 +67,7 @@ MUST = {
 def main() -> None:
     options = _options()
     if options.table:
-        TABLE.write_text(table(_read(RESULTS), _read(TIMM_RESULTS), families()))
+        TABLE.write_text(table(_read(RESULTS), _read(TIMM_RESULTS), _read(OPTIMIZED), families()))
         return
     warm_up()
     stored, build = (TIMM_RESULTS, zoo_timm.build) if options.timm else (RESULTS, zoo_models.build)

@@ -17,7 +17,6 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from refold.fingerprint import same_bits
 from refold.optimizing import choosing, steps
 from refold.verifying.leaves import leaves_of
 
-RESULTS = Path(__file__).resolve().parent / "results" / "zoo_optimize.json"
 Inputs = dict[str, torch.Tensor]
 
 
@@ -43,14 +41,14 @@ def main() -> None:
     steps._measured = lambda *_: None  # type: ignore[assignment,misc]
     choosing._MEASURE_SECONDS = 0.3
     zoo.warm_up()
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results: dict[str, Any] = json.loads(zoo.OPTIMIZED.read_text()) if zoo.OPTIMIZED.exists() else {}
     wanted = options.only or [name for name in zoo.families() if name not in results]
     random.Random(0).shuffle(wanted)
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = {pool.submit(zoo.run_apart, n, zoo_models.build, options.timeout, optimize_one): n for n in wanted}
         for done in as_completed(waiting):
             results[waiting[done]] = done.result()
-            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+            zoo.OPTIMIZED.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
             print(waiting[done], json.dumps(done.result())[:300], flush=True)
     print(summary(results))
 

@@ -14,7 +14,7 @@ STEPS = ("eager", "captured", "raised", "other batch", "rewritten", "verified", 
 Results = Mapping[str, Mapping[str, Any]]
 
 
-def table(results: Results, timm_results: Results, families: Sequence[str]) -> str:
+def table(results: Results, timm_results: Results, optimized: Results, families: Sequence[str]) -> str:
     """The whole page."""
     import transformers
 
@@ -30,6 +30,7 @@ def table(results: Results, timm_results: Results, families: Sequence[str]) -> s
         "",
         *_progress(tried, stopped, families),
         *_shares(results),
+        *_optimized(optimized),
         "## Families that run eagerly",
         "",
         *_rows(results),
@@ -45,6 +46,33 @@ def table(results: Results, timm_results: Results, families: Sequence[str]) -> s
         lines += ["", "## timm", "", "A spread of timm's models with random weights (`benchmarks/zoo.py --timm`).", ""]
         lines += [*_shares(timm_results), *_rows(timm_results), *_failed_to_run(timm_results)]
     return "\n".join(lines) + "\n"
+
+
+def _optimized(results: Results) -> list[str]:
+    """What became of the families in `refold.optimize`, with every one that is not as it should be."""
+    ran = {n: r for n, r in _finished(results).items() if r["eager"] == "yes" and ("error" in r or "refused" in r)}
+    if not ran:
+        return []
+    captured = {n: r for n, r in ran.items() if r.get("captured")}
+    errors = [r["error"] for r in captured.values() if not isinstance(r["error"], str)]
+    wrong = sorted(n for n, r in ran.items() if r.get("wrong") or isinstance(r.get("error"), str))
+    sentences = [
+        f"`benchmarks/zoo_optimize.py`: {len(ran)} families, drawn at random, went through `refold.optimize` with the",
+        "caches of decoders on; all rewrites that verify are kept, and the plain graph runs.",
+        f"{len(captured)} were captured whole, {sum(r['kept'] > 0 for r in captured.values())} of them rewritten.",
+        f"{errors.count(0)} give every output bit for bit; the largest relative difference of the others is",
+        f"{max(errors, default=0):.1e} (float32).",
+        f"A rewrite did not verify, or a result has another structure, in {', '.join(wrong) or 'none'}.",
+        f"A call with one more row gave what the model gives in {_how_many(ran, 'other batch', 0)}, and after `.restore()`",
+        f"the model was the same, bit for bit, in {_how_many(ran, 'restored', True)}.",
+        f"Run as they are, with the reason in the report: {', '.join(sorted(set(ran) - set(captured))) or 'none'}.",
+    ]
+    return ["## Optimized", "", " ".join(sentences), ""]
+
+
+def _how_many(results: Results, key: str, value: Any) -> str:
+    known = [r[key] for r in results.values() if r.get(key) is not None]
+    return f"{known.count(value)} of {len(known)}"
 
 
 def _failed_to_run(results: Results) -> list[str]:
