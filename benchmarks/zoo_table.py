@@ -63,8 +63,8 @@ def _optimized(results: Results) -> list[str]:
         f"{errors.count(0)} give every output bit for bit; the largest relative difference of the others is",
         f"{max(errors, default=0):.1e} (float32).",
         f"A rewrite did not verify, or a result has another structure, in {', '.join(wrong) or 'none'}.",
-        f"A call with one more row gave what the model gives in {_how_many(ran, 'other batch', 0)}, and after `.restore()`",
-        f"the model was the same, bit for bit, in {_how_many(ran, 'restored', True)}.",
+        f"A call with one more row gave what the model gives in {_how_many(ran, 'other batch', 0)}, and after",
+        f"`.restore()` the model was the same, bit for bit, in {_how_many(ran, 'restored', True)}.",
         f"Run as they are, with the reason in the report: {', '.join(sorted(set(ran) - set(captured))) or 'none'}.",
     ]
     return ["## Optimized", "", " ".join(sentences), ""]
