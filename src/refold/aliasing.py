@@ -120,9 +120,9 @@ def makes_fresh(gm: GraphModule, node: Node) -> bool:
     return node.kwargs.get("inplace") is not True and (home.split(".")[0] in ("torch", "_operator", "math", ""))
 
 
-def memory_roots(gm: GraphModule, node: Node) -> set[Node]:
-    """The nodes in whose memory a node's value may lie: follow everything that may return its argument."""
-    pending, seen = [node], {node}
+def memory_roots(gm: GraphModule, *nodes: Node) -> set[Node]:
+    """The nodes in whose memory the values of some nodes may lie: follow everything that may return its argument."""
+    pending, seen = list(nodes), set(nodes)
     while pending:
         current = pending.pop()
         for n in [] if makes_fresh(gm, current) else current.all_input_nodes:

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from refold import fx_private
-from refold.aliasing import memory_roots, writes_to, written_by
+from refold.aliasing import memory_roots, written_by
 from refold.change import Change, join_path
 from refold.fingerprint import same_bits
 from refold.purity import name_of
@@ -58,7 +58,7 @@ class Cutter:
         self.nodes = [{n.name: n for n in gm.graph.nodes} for gm in (stage.before, stage.after)]
         self.place = [{name: i for i, name in enumerate(names)} for names in self.nodes]
         self.order = _joint_order(*self.place)
-        self.writers = [[n for n in gm.graph.nodes if written_by(gm, n)] for gm in (stage.before, stage.after)]
+        self.written = [_written_memory(gm) for gm in (stage.before, stage.after)]
         self.touched = _touched(stage, self.nodes)
         self.reweighted = {name for name in self.nodes[1] if self._reads_other_weights(name)}
         self.touched |= self.reweighted
@@ -107,14 +107,14 @@ class Cutter:
 
     def _order_matters(self) -> bool:
         """Whether something is written in place that was moved past, or that is now read where a copy was before."""
-        if not self.writers[1] or self.stage.change.moved:
-            return bool(self.writers[1])
-        return any(self._shares_now(b, a) for pairs in self.rewired.values() for b, a in pairs if b != a)
-
-    def _shares_now(self, old: str, new: str) -> bool:
-        if writes_to(self.stage.after, self.nodes[1][new], self.writers[1]) is None:
-            return False
-        return writes_to(self.stage.before, self.nodes[0][old], self.writers[0]) is None
+        if not self.written[1] or self.stage.change.moved:
+            return bool(self.written[1])
+        before, after = (set().union(*each.values()) for each in self.written)
+        for old, new in {(b, a) for pairs in self.rewired.values() for b, a in pairs if b != a}:
+            shares_now = not after.isdisjoint(memory_roots(self.stage.after, self.nodes[1][new]))
+            if shares_now and before.isdisjoint(memory_roots(self.stage.before, self.nodes[0][old])):
+                return True
+        return False
 
     def _inputs(self, side: int, name: str) -> list[str]:
         return [n.name for n in self.nodes[side][name].all_input_nodes]
@@ -196,15 +196,17 @@ class Cutter:
 
     def _writes_inside(self, side: int, inside: set[str]) -> set[str]:
         """What writes into values that are made inside before others inside read them, and the views it writes to."""
-        gm, place = (self.stage.before, self.stage.after)[side], self.place[side]
+        place = self.place[side]
         last = max((place[name] for name in inside), default=0)
         found: set[str] = set()
-        for writer in self.writers[side]:
+        for writer, memory in self.written[side].items():
             if writer.name in inside or place[writer.name] > last:
                 continue
-            lies_in = {n: memory_roots(gm, n) for t in written_by(gm, writer) for n in memory_roots(gm, t)}
-            views = {n.name for n, roots in lies_in.items() if any(root.name in inside for root in roots)}
-            found |= {writer.name, *views} if views else set()
+            views: set[Node] = set()  # all that lies in the memory of something inside, and what it was made from
+            for node in sorted(memory, key=lambda n: place[n.name]):
+                if node.name in inside or not views.isdisjoint(node.all_input_nodes):
+                    views.add(node)
+            found |= {writer.name, *(view.name for view in views)} if views else set()
         return found
 
     def _needs(self, side: int, inside: set[str], results: set[str]) -> set[str]:
@@ -271,6 +273,12 @@ def _paired(old: Any, new: Any) -> list[Pair] | None:
 
     same = same_value(blank(0, old), blank(1, new))
     return list(zip(*sides, strict=True)) if same and len(sides[0]) == len(sides[1]) else None
+
+
+def _written_memory(gm: GraphModule) -> dict[Node, set[Node]]:
+    """The nodes that write, each with the nodes in whose memory it writes."""
+    writers = {node: written_by(gm, node) for node in gm.graph.nodes}
+    return {node: memory_roots(gm, *targets) for node, targets in writers.items() if targets}
 
 
 def _joint_order(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
