@@ -16,7 +16,7 @@ import refold
 from refold.capturing.errors import CaptureError
 from refold.executors.tree import Layout, map_tensors, tensors_of
 from refold.plain_objects import attributes_of
-from refold.verifying.leaves import leaves_of
+from refold.verifying.leaves import leaves_of, same_leaves
 
 
 class Entry:
@@ -82,11 +82,6 @@ class Round:
         self.x.append(self.x)
 
 
-def same(one: Any, other: Any) -> bool:
-    pairs = list(zip(leaves_of(one), leaves_of(other), strict=True))
-    return all(n == m and (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b) for (n, a), (m, b) in pairs)
-
-
 def test_what_is_nothing_but_its_attributes() -> None:
     assert set(attributes_of(Store()) or {}) == {"entries", "note"}
     for other in (Slotted(), OwnCopy(), nn.Linear(1, 1), print, Store, torch.ones(1), [1], {"a": 1}, "a", 1, None):
@@ -108,13 +103,13 @@ def test_a_graph_gives_the_object(dynamic: Any) -> None:
         for graph in (gm, copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
             given = graph(x)
             assert type(given.store) is Store and type(given.store.entries[1]) is Entry
-            assert given.store.entries[0].kind is Entry and same(given, model(x))
+            assert given.store.entries[0].kind is Entry and same_leaves(given, model(x))
         first, second = gm(x), gm(x)
         assert first.store is not second.store and first.store.entries is not second.store.entries
     if dynamic == "auto":
         longer = torch.randn(5, 4)
         with torch.no_grad():
-            assert gm(longer).store.entries[0].length == 5 and same(gm(longer), model(longer))
+            assert gm(longer).store.entries[0].length == 5 and same_leaves(gm(longer), model(longer))
 
 
 def test_joining_to_nothing_is_a_copy() -> None:
@@ -152,7 +147,8 @@ def test_every_executor_gives_the_object(backend: str) -> None:
         assert not optimized.notes and type(given) is Given and type(given.store.entries[0]) is Entry
         for (name, a), (its, b) in zip(leaves_of(given), leaves_of(expected), strict=True):
             assert name == its
-            torch.testing.assert_close(a, b) if isinstance(a, torch.Tensor) else None
+            if isinstance(a, torch.Tensor):
+                torch.testing.assert_close(a, b)
         kept = given.store.entries[0].keys.clone()
         optimized(x)
         assert torch.equal(kept, given.store.entries[0].keys), "what was given is never overwritten"
@@ -164,7 +160,7 @@ def test_layouts_of_outputs_and_of_inputs() -> None:
     output = {"y": torch.ones(1), "store": store}
     layout, tensors = Layout.of_output(output)
     assert len(tensors) == 3 == len(tensors_of(output))
-    assert same(layout.fill(tensors), output) and layout.fill(tensors)["store"] is not store
+    assert same_leaves(layout.fill(tensors), output) and layout.fill(tensors)["store"] is not store
     assert float(map_tensors(torch.neg, output)["store"].entries[0].keys[0]) == -1
     for wrong in ([*tensors, tensors[0]], tensors[:-1]):
         with pytest.raises(ValueError, match="3 places"):
@@ -178,7 +174,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     refold.save(gm, tmp_path / "saved")
     loaded = refold.load(tmp_path / "saved", model)
     with torch.no_grad():
-        assert same(loaded(x), model(x))
+        assert same_leaves(loaded(x), model(x))
 
 
 def test_decoders_keep_their_cache() -> None:

@@ -16,7 +16,7 @@ from refold.capturing.explaining import Failure, explain
 from refold.capturing.export import Adapter, Result
 from refold.capturing.module import Captured
 from refold.capturing.report import CaptureReport
-from refold.capturing.restoring import SWITCHES, switched, untouched
+from refold.capturing.restoring import switched, untouched
 from refold.capturing.sizes import InputRule, SizeRules
 from refold.capturing.unlifting import CONSTANTS
 from refold.capturing.whole import NotCaptured, attach_record, prove, unread_tensors
@@ -39,7 +39,7 @@ def capture_classic(
     kwargs: Mapping[str, Any],
     dynamic: Any,
     failures: list[Failure],
-    switches: Mapping[str, Any] = SWITCHES,
+    switches: Mapping[str, Any],
 ) -> Captured:
     """Trace with proxies; the sizes in the graph are those the proxies asked for, so they are open until tried."""
     with switched(model, switches):

@@ -25,7 +25,7 @@ from refold.capturing.known_values import Known, KnownValues
 from refold.capturing.module import RECORD, Captured, Original, Record
 from refold.capturing.raising import raise_modules
 from refold.capturing.report import CaptureReport
-from refold.capturing.restoring import SWITCHES, switched, untouched
+from refold.capturing.restoring import switched, untouched
 from refold.capturing.sizes import SizeRules, rules_of
 from refold.capturing.twins import raise_twins
 from refold.capturing.unlifting import unlift
@@ -61,7 +61,7 @@ def capture_whole(
     dynamic: Any,
     way: Way,
     failures: list[Failure],
-    switches: Mapping[str, Any] = SWITCHES,
+    switches: Mapping[str, Any],
 ) -> Captured:
     """Capture with as many sizes left open as the model allows; raises `NotCaptured` where no attempt stands.
 

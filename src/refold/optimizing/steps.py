@@ -13,7 +13,6 @@ from refold.clock import bind, device_of, seconds_of
 from refold.errors import RefoldError
 from refold.executors import executors
 from refold.explaining import hollow_copy
-from refold.fingerprint import same_bits
 from refold.history import history, undo
 from refold.measure import Measurement, measure, rounds_needed
 from refold.optimizing.budget import Budget
@@ -21,7 +20,7 @@ from refold.optimizing.calls import Inputs, split
 from refold.result import Result, result
 from refold.transformation import Transformation
 from refold.verify import Verification, verify_last
-from refold.verifying.leaves import leaves_of
+from refold.verifying.leaves import same_leaves
 
 _MEASURE_SECONDS = 2.0
 _REWRITING_SHARE = 0.5  # of a time budget; the rest is for choosing how to run the result
@@ -94,14 +93,7 @@ def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, le
 def _bit_identical(before: GraphModule, after: GraphModule, inputs: Inputs) -> bool:
     args, kwargs = split(inputs)
     with torch.no_grad():
-        old, new = (list(leaves_of(module(*args, **kwargs))) for module in (before, after))
-    same = [name == its and _same(a, b) for (name, a), (its, b) in zip(old, new, strict=False)]
-    return len(old) == len(new) and all(same)
-
-
-def _same(a: Any, b: Any) -> bool:
-    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    return same_bits(a, b) if both else bool(a == b)
+        return same_leaves(before(*args, **kwargs), after(*args, **kwargs))
 
 
 def _measured(before: GraphModule, after: GraphModule, inputs: Inputs, budget: Budget) -> Measurement | None:

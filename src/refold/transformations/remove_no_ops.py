@@ -75,12 +75,8 @@ def _passes_through(node: Node, found: NoOp, taken: set[Node]) -> bool:
 
 def _written_memory(view: GraphView) -> set[Node]:
     """Every value in whose memory somebody writes."""
-    found: set[Node] = set()
-    for place in view.writers:
-        for target in written_by(view.gm, view.nodes[place]):
-            if target not in found:
-                found |= memory_roots(view.gm, target)
-    return found
+    targets = [target for place in view.writers for target in written_by(view.gm, view.nodes[place])]
+    return memory_roots(view.gm, *targets)
 
 
 def _why_not(view: GraphView, node: Node, found: NoOp, written: set[Node]) -> str | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from refold.fingerprint import same_bits
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, type(...))
 
 
@@ -41,6 +43,18 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
         return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
     attributes = getattr(value, "__dict__", None)
     return None if callable(value) or not attributes else [(k, v) for k, v in attributes.items() if k[:1] != "_"]
+
+
+def same_leaves(one: Any, other: Any) -> bool:
+    """Whether two values have the same leaves under the same names, tensors bit for bit."""
+    mine, its = list(leaves_of(one)), list(leaves_of(other))
+    pairs = zip(mine, its, strict=False)
+    return len(mine) == len(its) and all(name == other_name and _same(a, b) for (name, a), (other_name, b) in pairs)
+
+
+def _same(a: Any, b: Any) -> bool:
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return same_bits(a, b) if both else bool(a == b)
 
 
 def tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
