@@ -60,6 +60,8 @@ def trace(
     """
     if on_failure not in ("raise", "partial"):
         raise CaptureError(f"on_failure={on_failure!r} is not known: use 'raise' or 'partial'.")
+    if whole_result and submodule is not None:
+        raise CaptureError("whole_result is about the result of the whole model: it cannot be given with submodule.")
     with _LOCK:
         if submodule is not None:
             return capture_submodule(model, submodule, args, kwargs, partial(climb, dynamic=dynamic))

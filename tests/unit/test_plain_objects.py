@@ -112,6 +112,11 @@ def test_a_graph_gives_the_object(dynamic: Any) -> None:
             assert gm(longer).store.entries[0].length == 5 and same_leaves(gm(longer), model(longer))
 
 
+def test_a_part_has_no_whole_result() -> None:
+    with pytest.raises(CaptureError, match="cannot be given with submodule"):
+        refold.trace(Remembers().eval(), torch.randn(3, 4), submodule="layers.0", whole_result=True)
+
+
 def test_joining_to_nothing_is_a_copy() -> None:
     gm = refold.trace(Remembers().eval(), torch.randn(3, 4), dynamic=False)
     assert torch.ops.aten.cat.default not in {node.target for node in gm.graph.nodes}
