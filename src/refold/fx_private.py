@@ -399,9 +399,10 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def versions_of(tensors: list[torch.Tensor]) -> list[int | None]:
-    """The in-place counters of many tensors; it is asked at every call of an optimized model, so it is quick."""
+    """The in-place counters of many tensors; it is asked at every call of an optimized model, so it is quick. After a
+    call none of them is in the processor's cache any more; to copy the list fetches all tensors at once."""
     try:
-        return [tensor._version for tensor in tensors]
+        return [tensor._version for tensor in tensors.copy()]
     except RuntimeError:
         return [version_of(tensor) for tensor in tensors]
 

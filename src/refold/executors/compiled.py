@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .assembly import assembler
 from .base import Executor, PreparationFailed, Runner, first_line, refuse_training
 from .signature import Signature, example
 from .tree import Layout, map_tensors
@@ -108,12 +109,12 @@ class FrozenRunner(Runner):
     ) -> None:
         super().__init__(signature, module)
         self.compiled = compiled
-        self.layout = layout
+        self.assemble = assembler(layout)
         self.strides = [tensor.stride() for tensor in tensors]
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         laid_out = [_restride(tensor, stride) for tensor, stride in zip(tensors, self.strides, strict=True)]
-        args, kwargs = self.layout.fill(laid_out)
+        args, kwargs = self.assemble(laid_out)
         return self.compiled(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .assembly import assembler
 from .base import Executor, PreparationFailed, first_line, refuse_training, run_example
 from .plain import Plain
 from .signature import Signature, UnsupportedInput, example, refuse_gradients
@@ -149,7 +150,8 @@ class CapturedGraph:
         with torch.cuda.device(self.device), torch.no_grad():
             run_example(owner.module, layout, tensors)
             self.call = owner.executor.inner.prepare(owner.module, args, kwargs)
-            self.layout, self.outputs = Layout.of_output(self._record(args, kwargs, owner))
+            made, self.outputs = Layout.of_output(self._record(args, kwargs, owner))
+        self.assemble = assembler(made)
         _refuse_host_tensors(self.outputs, "returns")
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], owner: GraphRunner) -> Any:
@@ -184,7 +186,7 @@ class CapturedGraph:
             self.turn.begin(stream)
             outputs = self._replay(tensors)
             self.turn.end(stream)
-        return self.layout.fill(outputs)
+        return self.assemble(outputs)
 
 
 @contextmanager

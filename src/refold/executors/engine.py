@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from .assembly import Make, assembler
 from .base import PreparationFailed, first_line, run_example
 from .signature import Signature, example
 from .tree import FlatModule, Layout
@@ -31,7 +33,11 @@ class Outputs:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in self.shapes]
 
     def build(self, computed: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        return self.layout.fill(computed[source] if source >= 0 else inputs[-1 - source] for source in self.sources)
+        return self._assemble([computed[source] if source >= 0 else inputs[-1 - source] for source in self.sources])
+
+    @cached_property
+    def _assemble(self) -> Make:
+        return assembler(self.layout)
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,12 @@ class SessionRunner(Runner):
         return self.outputs.build(self.compute(tensors), tensors)
 
     def compute(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        feeds = {name: tensors[index].detach().numpy() for index, name in self.used}
+        feeds = {name: _as_array(tensors[index]) for index, name in self.used}
         return [torch.from_numpy(array) for array in self.session.run(self.made, feeds)]
+
+
+def _as_array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
 
 
 def _input_name(index: int) -> str:

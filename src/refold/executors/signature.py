@@ -52,7 +52,12 @@ class Signature:
         """The tensors of a call in order, after checking that it is the call this was made of."""
         leaves = self._leaves(args, kwargs)
         for leaf, built_for in zip(leaves, self.leaves, strict=True):
-            if not _same(leaf, built_for):
+            # written out, without helpers: this runs at every call
+            if type(leaf) in _PLAIN_TENSORS:
+                is_same = (leaf.shape, leaf.dtype, leaf.device) == built_for
+            else:
+                is_same = type(leaf) is type(built_for) and leaf == built_for
+            if not is_same:
                 raise UnsupportedInput(f"It was built for {_describe(built_for)} and was given {_describe(leaf)}.")
         if autocast_state() != self.autocast:
             raise UnsupportedInput("Autocast is switched otherwise than when it was built.")
@@ -108,12 +113,6 @@ def _refuse_opaque(leaf: Any) -> None:
 
 def _key(tensor: torch.Tensor) -> TensorKey:
     return tensor.shape, tensor.dtype, tensor.device
-
-
-def _same(leaf: Any, built_for: Any) -> bool:
-    if type(leaf) in _PLAIN_TENSORS:
-        return _key(leaf) == built_for
-    return type(leaf) is type(built_for) and leaf == built_for
 
 
 def _describe(leaf: Any) -> str:

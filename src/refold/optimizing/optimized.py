@@ -190,13 +190,8 @@ class OptimizedModule(nn.Module):
 
 
 def _signed_like(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs one thing and has the name, documentation and signature of another."""
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
-
-    return forward
+    """Runs one thing, and has the name, documentation and signature of another."""
+    return functools.update_wrapper(functools.partial(run), original)
 
 
 def _itself(original: nn.Module) -> nn.Module:
