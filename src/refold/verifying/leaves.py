@@ -14,33 +14,39 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its name: `logits`, `hidden_states[3]`. Objects of unknown classes are opened by attribute."""
-    yield from _walk(value, name, set())
+    """Every leaf with its name: `logits`, `hidden_states[3]`. Objects of unknown classes are opened by attribute, each
+    once; a container that is there twice has its leaves twice, whether it is one container or two that are equal."""
+    yield from _walk(value, name, frozenset(), set())
 
 
-def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _walk(value: Any, name: str, around: frozenset[int], opened: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.Tensor) or (isinstance(value, _PLAIN) and not hasattr(value, "_fields")):
         yield name, value
         return
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    parts = _parts(value)
+    items = _items(value)
+    parts = _attributes(value) if items is None else items
     if parts is None:
         yield name, value
         return
+    if id(value) in (opened if items is None else around):
+        return
+    opened.add(id(value))
     for key, part in parts:
         text = f"{name}.{key}" if name and isinstance(key, str) else f"{name}[{key}]" if name else str(key)
-        yield from _walk(part, text, seen)
+        yield from _walk(part, text, around | {id(value)}, opened)
 
 
-def _parts(value: Any) -> list[tuple[Any, Any]] | None:
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, tuple | list):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    return None
+
+
+def _attributes(value: Any) -> list[tuple[Any, Any]] | None:
     attributes = getattr(value, "__dict__", None)
     return None if callable(value) or not attributes else [(k, v) for k, v in attributes.items() if k[:1] != "_"]
 
