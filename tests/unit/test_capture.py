@@ -729,3 +729,38 @@ def test_raising_is_cheap_and_copies_no_weights() -> None:
     seconds = capture_report(captured).seconds
     assert seconds["raise"] < 0.2 * seconds["export"]
     assert {p.data_ptr() for p in captured.parameters()} == {p.data_ptr() for p in model.parameters()}
+
+
+class MindsExport(nn.Module):
+    """Runs other code while it is exported, which rounds otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if torch.compiler.is_exporting():
+            return sum((y[:, i : i + 1] for i in range(6)), torch.zeros(1)) / 3
+        return y.sum(1, keepdim=True) / 3
+
+
+def test_a_model_that_runs_other_code_in_an_export_is_captured_as_its_calls_run() -> None:
+    torch.manual_seed(0)
+    model, x = MindsExport().eval(), seeded(64, 6)
+    exported = torch.export.export(model, (x,)).module()
+    with torch.no_grad():
+        assert not torch.equal(exported(x), model(x)), "the two codes must differ for the test to say anything"
+    before = torch.compiler.is_exporting
+    captured = trace(model, x)
+    assert torch.compiler.is_exporting is before
+    report = capture_report(captured)
+    assert report.method == "torch.export of what calls run"
+    assert report.dynamic == {"x": (0,)}
+    with torch.no_grad():
+        assert torch.equal(captured(x), model(x)) and torch.equal(captured(x[:5]), model(x[:5]))
+
+
+def test_what_export_and_calls_have_in_common_is_exported_plainly() -> None:
+    report = capture_report(trace(nn.Linear(4, 4), seeded(2, 4)))
+    assert report.method == "torch.export" and report.attempts == ()

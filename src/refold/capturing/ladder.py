@@ -13,6 +13,7 @@ from torch import nn
 from refold.capturing.classic import capture_classic
 from refold.capturing.errors import CaptureError
 from refold.capturing.explaining import Failure, steered_by_values
+from refold.capturing.hidden_export import hidden_export
 from refold.capturing.module import Captured
 from refold.capturing.restoring import SWITCHES
 from refold.capturing.whole import PLAIN_EXPORT, NotCaptured, Way, capture_whole
@@ -23,19 +24,21 @@ _FIXED = "with values that steer Python fixed or opened"
 def climb(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any, whole_result: bool = False
 ) -> Captured:
-    """torch.export; the same under the patches of transformers' exporter; classic fx. Raises with all reasons."""
+    """torch.export; the same with the code that calls run, if export runs other code; under the patches of transformers'
+    exporter; classic fx. Raises with all reasons."""
     switches: Mapping[str, Any] = {} if whole_result else SWITCHES
     failures: list[Failure] = []
     cause: BaseException | None = None
-    steered = False
+    steered = mismatched = False
     for way in _ways(model):
-        if way.fixes_values and not steered:
+        if (way.fixes_values and not steered) or (way.after_mismatch and not mismatched):
             continue
         try:
             return capture_whole(model, args, kwargs, dynamic, way, failures, switches)
         except NotCaptured as failed:
             cause = cause or failed.cause
             steered = failed.cause is not None and steered_by_values(failed.cause)
+            mismatched = failed.mismatched
     try:
         return capture_classic(model, args, kwargs, dynamic, failures, switches)
     except NotCaptured:
@@ -44,6 +47,7 @@ def climb(
 
 def _ways(model: nn.Module) -> Iterator[Way]:
     yield PLAIN_EXPORT
+    yield Way(f"{PLAIN_EXPORT.name} of what calls run", hidden_export, after_mismatch=True)
     yield dataclasses.replace(PLAIN_EXPORT, name=f"{PLAIN_EXPORT.name} {_FIXED}", fixes_values=True)
     if _transformers_can_patch(model):
         patched = Way(f"{PLAIN_EXPORT.name} with the patches of transformers.exporters", _patched)

@@ -35,11 +35,14 @@ Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to export: its name, what to put around the model while it runs, and whether values may be fixed."""
+    """A way to export: its name, what to put around the model while it runs, and what it is for."""
 
     name: str
     around: Around
     fixes_values: bool = False
+    """For models whose Python asks for the values of tensors."""
+    after_mismatch: bool = False
+    """For models that were captured, but gave other results than in a call."""
 
 
 PLAIN_EXPORT = Way("torch.export", lambda _model: nullcontext())
@@ -48,10 +51,11 @@ PLAIN_EXPORT = Way("torch.export", lambda _model: nullcontext())
 class NotCaptured(Exception):
     """All ways of one kind failed; carries one failure for each."""
 
-    def __init__(self, failures: Sequence[Failure], cause: BaseException | None) -> None:
+    def __init__(self, failures: Sequence[Failure], cause: BaseException | None, mismatched: bool = False) -> None:
         super().__init__("; ".join(map(str, failures)))
         self.failures = tuple(failures)
         self.cause = cause
+        self.mismatched = mismatched
 
 
 def capture_whole(
@@ -82,7 +86,7 @@ def capture_whole(
                 break
         if found is not None:
             return found
-        raise NotCaptured(work.failures, work.cause)
+        raise NotCaptured(work.failures, work.cause, work.mismatched)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,7 @@ class _Work:
         self.changed = changed
         self.failures = failures
         self.cause: BaseException | None = None
+        self.mismatched = False
         self.hopeless = False
 
     def attempt(self, plan: _Plan) -> Captured | None:
@@ -143,6 +148,7 @@ class _Work:
             return self._capture(plan)
         except Exception as error:  # whatever a tracer or the model's code raises is a reason to try the next plan
             self.cause = self.cause or error
+            self.mismatched |= isinstance(error, CaptureMismatch)
             self.failures.append(explain(f"{self.way.name}, {plan.name}", error))
             # values computed from an open size are known once that size is fixed
             self.hopeless = steered_by_values(error) and not self.way.fixes_values
