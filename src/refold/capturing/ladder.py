@@ -24,7 +24,7 @@ _FIXED = "with values that steer Python fixed or opened"
 def climb(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any, whole_result: bool = False
 ) -> Captured:
-    """torch.export; the same with the code that calls run, if export runs other code; under the patches of transformers'
+    """torch.export; the same of what calls run, where export runs other code; under the patches of transformers'
     exporter; classic fx. Raises with all reasons."""
     switches: Mapping[str, Any] = {} if whole_result else SWITCHES
     failures: list[Failure] = []
