@@ -26,7 +26,7 @@ def names(value: Any) -> list[str]:
 
 def test_a_container_that_is_there_twice_has_its_leaves_twice() -> None:
     small = (7, 7)
-    one, other = Sized((small, small)), Sized((small, tuple(list(small))))
+    one, other = Sized((small, small)), Sized((small, tuple(iter(small))))
     assert one.sizes[0] is one.sizes[1] and other.sizes[0] is not other.sizes[1]
     assert names(one) == names(other) == ["sizes[0][0]", "sizes[0][1]", "sizes[1][0]", "sizes[1][1]"]
     assert same_leaves(one, other)
