@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from refold import fx_private
+from refold.known_code import is_known_function, is_known_module, only_holds
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ _RETURNING_MODULES += (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Sequential, n
 
 
 def written_by(gm: GraphModule, node: Node) -> list[Node]:
-    """The nodes whose values a node writes into."""
+    """The nodes whose values a node writes into, or may: nobody knows what functions and modules of others do."""
     first = [a for a in node.args[:1] if isinstance(a, Node)]
     if node.op == "call_method":
         return first if _is_inplace_name(str(node.target)) or node.target == "__setitem__" else _out(node)
@@ -54,6 +55,8 @@ def written_by(gm: GraphModule, node: Node) -> list[Node]:
         return []
     if isinstance(node.target, torch._ops.OpOverload):
         return _written_by_schema(node)
+    if not is_known_function(node.target) and not only_holds(node.target):
+        return node.all_input_nodes
     if node.kwargs.get("inplace") is True or _is_inplace_function(node.target):
         return first or node.all_input_nodes
     return _out(node)
@@ -81,17 +84,13 @@ def _module(gm: GraphModule, node: Node) -> nn.Module | None:
         return None
 
 
-def _is_torchs_own(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
-
-
 def _module_writes(gm: GraphModule, path: str) -> bool:
     """Torch's own modules write only where they say so; of others nobody knows."""
     try:
         module = gm.get_submodule(path)
     except AttributeError:
         return True
-    return not _is_torchs_own(module) or any(getattr(m, "inplace", False) for m in module.modules())
+    return not is_known_module(module) or any(getattr(m, "inplace", False) for m in module.modules())
 
 
 def _written_by_schema(node: Node) -> list[Node]:
@@ -104,7 +103,7 @@ def makes_fresh(gm: GraphModule, node: Node) -> bool:
     """Whether a node's value is sure to have memory of its own."""
     if node.op == "call_module":
         module = _module(gm, node)
-        if module is None or not _is_torchs_own(module) or getattr(module, "inplace", False):
+        if module is None or not is_known_module(module) or getattr(module, "inplace", False):
             return False
         return not isinstance(module, _RETURNING_MODULES)
     if node.op == "call_method":

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from refold.attention import same_sizes
+from refold.known_code import is_known_function, is_known_module, only_holds
 from refold.match import example_value
 from refold.purity import name_of
 
@@ -51,10 +52,15 @@ def same_layout(a: Node, b: Node) -> bool:
 
 
 def is_foreign(gm: GraphModule, node: Node) -> bool:
-    """Whether a node runs a module of unknown code, which may view its input."""
-    if node.op != "call_module":
-        return False
-    return not type(gm.get_submodule(str(node.target))).__module__.startswith("torch.nn.")
+    """Whether a node runs code that is not torch's: it may view its input, or trust that it is contiguous."""
+    if node.op == "call_module":
+        return not is_known_module(gm.get_submodule(str(node.target)))
+    return node.op == "call_function" and not is_known_function(node.target)
+
+
+def hands_out(node: Node) -> bool:
+    """Whether a node gives its inputs to the caller, or puts them into an object that is given to the caller."""
+    return node.op == "output" or (node.op == "call_function" and only_holds(node.target))
 
 
 def readers_behind(gm: GraphModule, node: Node) -> Iterator[Node]:

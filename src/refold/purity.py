@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from refold import fx_private
 from refold.aliasing import switches_mode, written_by
 from refold.edit import Editor
+from refold.known_code import is_known_function, is_known_module
 
-_HOMES = ("torch", "_operator", "math", "builtins")
 _RANDOM_NAMES = {
     "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli",
     "multinomial", "poisson", "binomial", "rrelu", "gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d",
@@ -44,12 +44,16 @@ _RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def name_of(node: Node) -> str:
-    """The bare name of what a node calls: 'add' for `aten.add.Tensor`, `torch.add` and the method."""
-    if isinstance(node.target, str):
-        return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target).split(".")[1]
-    return getattr(node.target, "__name__", "").split(".")[0]
+    """The bare name of what a node calls: 'add' for `aten.add.Tensor`, `torch.add` and the method. What is not torch's
+    has its full name, so that nobody's `mylib.add` is taken for it."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    if not is_known_function(target):
+        return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).split(".")[1]
+    return getattr(target, "__name__", "").split(".")[0]
 
 
 def is_pure(gm: GraphModule, node: Node) -> bool:
@@ -72,16 +76,13 @@ def is_pure(gm: GraphModule, node: Node) -> bool:
 
 def _pure_function(node: Node) -> bool:
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        if target.namespace not in ("aten", "prims"):
-            return False
-        return torch.Tag.nondeterministic_seeded not in target.tags and bool(target._schema.returns)
     if target in _FREE_FUNCTIONS:
         return True
-    home = (getattr(target, "__module__", None) or "").split(".")[0]
-    known = home in _HOMES or (not home and hasattr(torch.Tensor, getattr(target, "__name__", "")))
-    trains = node.kwargs.get("training") is True
-    return known and not isinstance(target, type) and not trains
+    if not is_known_function(target):
+        return False
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in target.tags and bool(target._schema.returns)
+    return not isinstance(target, type) and node.kwargs.get("training") is not True
 
 
 def drops_nothing(node: Node) -> bool:
@@ -104,7 +105,7 @@ def _pure_module(gm: GraphModule, path: str) -> bool:
 
 
 def _pure_alone(module: nn.Module) -> bool:
-    if not type(module).__module__.startswith("torch.nn.") or fx_private.has_hooks(module):
+    if not is_known_module(module) or fx_private.has_hooks(module):
         return False
     if "forward" in module.__dict__ or getattr(module, "inplace", False) or isinstance(module, _RANDOM_MODULES):
         return False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.fx import GraphModule, Node
 
 from refold.aliasing import makes_fresh, written_by
-from refold.layout import NEED_LAYOUT, VIEWS, is_foreign
+from refold.layout import NEED_LAYOUT, VIEWS, hands_out, is_foreign
 from refold.match import GraphView
 
 
@@ -35,11 +35,21 @@ def why_not_sliceable(view: GraphView, node: Node) -> str | None:
 
 
 def make_views_reshapes(gm: GraphModule, node: Node) -> None:
-    """A slice cannot always be viewed in another shape, but always be reshaped; what leaves the graph is made whole."""
-    for value, reader in list(aliases(gm, node)):
+    """A slice cannot always be viewed in another shape, but always be reshaped. What leaves the graph is made whole. So
+    is what code that is not torch's may read, or a view of it: such code meets the layout that it met before."""
+    found = list(aliases(gm, node))
+    for value, reader in found:
         if reader.target in VIEWS:
             reader.target = VIEWS[reader.target]
-        elif value is node and (reader.op == "output" or is_foreign(gm, reader)):
+        elif value is node and hands_out(reader):
+            _read_contiguous(node, reader)
+    make_whole_for_others(gm, node, [reader for _, reader in found])
+
+
+def make_whole_for_others(gm: GraphModule, node: Node, readers: Iterable[Node]) -> None:
+    """Let all that read a value read a contiguous copy, if there is code among these readers that is not torch's."""
+    if any(is_foreign(gm, reader) and not hands_out(reader) for reader in readers):
+        for reader in [user for user in node.users if not _is_contiguous_call(user)]:
             _read_contiguous(node, reader)
 
 
@@ -47,8 +57,12 @@ def _has_dtype(node: Node) -> bool:
     return any(isinstance(a, torch.dtype) for a in [*node.args, *node.kwargs.values()])
 
 
+def _is_contiguous_call(node: Node) -> bool:
+    return node.op == "call_method" and node.target == "contiguous"
+
+
 def _read_contiguous(node: Node, reader: Node) -> None:
-    existing = next((u for u in node.users if u.op == "call_method" and u.target == "contiguous"), None)
+    existing = next(filter(_is_contiguous_call, node.users), None)
     if existing is None:
         with node.graph.inserting_after(node):
             existing = node.graph.call_method("contiguous", (node,))

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from refold.clock import bind, device_of, seconds_of
 from refold.errors import RefoldError
 from refold.executors import executors
+from refold.executors.base import first_line
 from refold.explaining import hollow_copy
 from refold.history import history, undo
 from refold.measure import Measurement, measure, rounds_needed
@@ -80,10 +81,16 @@ def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, le
     if not verification.right:
         undo(gm, made)
         return Step(transformation, "taken back", outcome, verification, note="It did not verify.")
-    if level == "safe" and not _bit_identical(before, gm, inputs):
+    try:
+        is_allowed = level != "safe" or _bit_identical(before, gm, inputs)
+        measurement = _measured(before, gm, inputs, budget) if is_allowed else None
+    except Exception as error:  # right where it was looked at, but the model as a whole does not bear it
+        undo(gm, made)
+        note = f"The rewritten model cannot be run: {first_line(error)}."
+        return Step(transformation, "taken back", outcome, verification, note=note)
+    if not is_allowed:
         undo(gm, made)
         return Step(transformation, "taken back", outcome, verification, note="It is right, but not bit-identical.")
-    measurement = _measured(before, gm, inputs, budget)
     if measurement is not None and measurement.slower:
         undo(gm, made)
         return Step(transformation, "taken back", outcome, verification, measurement, "It was slower on this machine.")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Node
 
 from refold.edit import Editor, twin_of
-from refold.layout import VIEWS
+from refold.layout import VIEWS, hands_out, is_foreign
 from refold.match import Call, GraphView, match_conv, match_conv_transpose, rank_of
 from refold.purity import name_of
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
@@ -62,6 +62,10 @@ class ChannelsLast(ReversibleRewrite):
         strange = next((n for n in behind if name_of(n) in _NEED_LAYOUT), None)
         if strange is not None:
             yield Skip(strange, "it depends on the memory layout of an image")
+            return
+        unsure = next(_unsure_readers(view, behind), None)
+        if unsure is not None:
+            yield Skip(unsure, "it is not torch's, and may read what nobody knows to be an image or not")
             return
         yield from self._site(view, convs, behind)
 
@@ -144,7 +148,7 @@ def _behind(view: GraphView, convs: dict[Node, Call]) -> set[Node]:
     found: set[Node] = set(convs)
     for node in view.nodes:
         may_be_image = rank_of(node) in (None, 4) or name_of(node) in _ENDS
-        computes = node.op != "output" and not _is_foreign(view, node)
+        computes = node.op != "output" and not is_foreign(view.gm, node)
         if computes and may_be_image and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
@@ -157,22 +161,23 @@ _ENDS = {"view", "_unsafe_view", *_NEED_LAYOUT}
 def _exits(view: GraphView, behind: set[Node]) -> Iterator[tuple[Node, Node]]:
     """(value, reader) where an image leaves the graph or meets code that nobody knows."""
     for node in view.nodes:
-        if node.op != "output" and not _is_foreign(view, node):
+        if node.op != "output" and not is_foreign(view.gm, node):
             continue
         for value in node.all_input_nodes:
             if value in behind and _is_image(value) and name_of(value) != "contiguous":
                 yield value, node
 
 
+def _unsure_readers(view: GraphView, behind: set[Node]) -> Iterator[Node]:
+    """Foreign code that reads something of unknown shape behind a convolution (in graphs without example values)."""
+    for node in view.nodes:
+        if is_foreign(view.gm, node) and not hands_out(node):
+            read = [v for v in node.all_input_nodes if v in behind and name_of(v) not in _READS_SHAPE]
+            if any(rank_of(value) is None and not _is_image(value) for value in read):
+                yield node
+
+
 def _is_image(node: Node) -> bool:
     """Whether a value is one image: of four dimensions, or what a module of torch makes from one."""
     rank = rank_of(node)
     return rank == 4 or (rank is None and node.op == "call_module")
-
-
-def _is_foreign(view: GraphView, node: Node) -> bool:
-    """Whether a node runs code that is not torch's: it may look at strides."""
-    if node.op == "call_module":
-        return not type(view.module(str(node.target))).__module__.startswith("torch.nn.")
-    home = getattr(node.target, "__module__", None) or ""
-    return node.op == "call_function" and not home.startswith(("torch", "_operator", "math", "builtins"))

@@ -19,7 +19,7 @@ from refold.mask_analysis import Analysis
 from refold.match import GraphView, rank_of
 from refold.purity import erase_dead
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-from refold.slicing import make_views_reshapes, why_not_sliceable
+from refold.slicing import make_views_reshapes, make_whole_for_others, why_not_sliceable
 
 aten = torch.ops.aten
 
@@ -110,7 +110,9 @@ class FuseAttention(ReversibleRewrite):
         edit.replace_uses(found.last, result)
         fused.meta.setdefault("val", result.meta.get("val"))
         make_views_reshapes(edit.gm, result)
-        for reader in readers_behind(edit.gm, result):  # the kernels lay their result out as they like
+        behind = list(readers_behind(edit.gm, result))  # the kernels lay their result out as they like
+        make_whole_for_others(edit.gm, result, behind)
+        for reader in behind:
             reader.target = VIEWS.get(reader.target, reader.target)
         for node in reversed(found.nodes):
             inputs = node.all_input_nodes
