@@ -57,7 +57,7 @@ def _optimized(results: Results) -> list[str]:
     errors = [r["error"] for r in captured.values() if not isinstance(r["error"], str)]
     wrong = sorted(n for n, r in ran.items() if r.get("wrong") or isinstance(r.get("error"), str))
     sentences = [
-        f"`benchmarks/zoo_optimize.py`: {len(ran)} families, drawn at random, went through `refold.optimize` with the",
+        f"`benchmarks/zoo_optimize.py`: {len(ran)} families went through `refold.optimize` with the",
         "caches of decoders on; all rewrites that verify are kept, and the plain graph runs.",
         f"{len(captured)} were captured whole, {sum(r['kept'] > 0 for r in captured.values())} of them rewritten.",
         f"{errors.count(0)} give every output bit for bit; the largest relative difference of the others is",

@@ -47,6 +47,8 @@ _RETURNING_MODULES += (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Sequential, n
 def written_by(gm: GraphModule, node: Node) -> list[Node]:
     """The nodes whose values a node writes into, or may: nobody knows what functions and modules of others do."""
     first = [a for a in node.args[:1] if isinstance(a, Node)]
+    if node.op == "call_method" and not hasattr(torch.Tensor, str(node.target)):
+        return node.all_input_nodes
     if node.op == "call_method":
         return first if _is_inplace_name(str(node.target)) or node.target == "__setitem__" else _out(node)
     if node.op == "call_module":
@@ -107,7 +109,8 @@ def makes_fresh(gm: GraphModule, node: Node) -> bool:
             return False
         return not isinstance(module, _RETURNING_MODULES)
     if node.op == "call_method":
-        return node.target not in _MAY_RETURN_ARGUMENT and not _is_inplace_name(str(node.target))
+        name = str(node.target)
+        return hasattr(torch.Tensor, name) and name not in _MAY_RETURN_ARGUMENT and not _is_inplace_name(name)
     if node.op != "call_function":
         return False
     name = getattr(node.target, "__name__", "").split(".")[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -104,6 +104,23 @@ def test_unknown_functions_may_return_their_argument() -> None:
     with gm.graph.inserting_after(call):
         foreign = gm.graph.call_function(mine, (call,))
     assert not makes_fresh(gm, foreign) and call in memory_roots(gm, foreign)
+
+
+def test_methods_that_tensors_do_not_have_may_do_anything() -> None:
+    gm, x, call = graph(lambda x: x.take_over(1))
+    assert written_by(gm, call) == [x]
+    assert not makes_fresh(gm, call) and x in memory_roots(gm, call)
+
+
+def test_classes_only_hold_what_they_are_given() -> None:
+    gm, x, _ = graph(lambda x: x + 1)
+    with gm.graph.inserting_before(list(gm.graph.nodes)[-1]):
+        held = gm.graph.call_function(Held, (x,))
+    assert written_by(gm, held) == [] and not makes_fresh(gm, held)
+
+
+class Held(NamedTuple):
+    x: torch.Tensor
 
 
 def test_mode_switches() -> None:
