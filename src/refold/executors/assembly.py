@@ -1,8 +1,8 @@
 """Nested values put together at every call, without the checks that their classes make every time.
 
-A `ModelOutput` of transformers looks through its fields three times while it is made, which takes as long as a small
-model's last layers. What it is made into depends only on which of its fields are None, so one is made as an example,
-and the next ones get the same attributes and items. Classes with ways of their own are made by themselves.
+A `ModelOutput` of transformers looks through its fields three times while it is made, which shows in small models. What
+it is made into depends only on which of its fields are None, so one is made as an example, and the next ones get the
+same attributes and items. Classes with ways of their own are made by themselves.
 """
 
 from __future__ import annotations
