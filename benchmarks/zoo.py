@@ -67,11 +67,11 @@ MUST = {
 def main() -> None:
     options = _options()
     if options.table:
-        TABLE.write_text(table(_read(RESULTS), _read(TIMM_RESULTS), _read(OPTIMIZED), families()))
+        TABLE.write_text(table(read(RESULTS), read(TIMM_RESULTS), read(OPTIMIZED), families()))
         return
     warm_up()
     stored, build = (TIMM_RESULTS, zoo_timm.build) if options.timm else (RESULTS, zoo_models.build)
-    results = _read(stored)
+    results = read(stored)
     wanted = options.only or (list(zoo_timm.MODELS) if options.timm else families())
     if options.failed:
         wanted = [n for n, r in results.items() if not _good(r)]
@@ -87,7 +87,7 @@ def main() -> None:
             print(waiting[done], json.dumps(done.result())[:300], flush=True)
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def read(path: Path) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 

@@ -41,7 +41,7 @@ def main() -> None:
     steps._measured = lambda *_: None  # type: ignore[assignment,misc]
     choosing._MEASURE_SECONDS = 0.3
     zoo.warm_up()
-    results: dict[str, Any] = json.loads(zoo.OPTIMIZED.read_text()) if zoo.OPTIMIZED.exists() else {}
+    results = zoo.read(zoo.OPTIMIZED)
     wanted = options.only or [name for name in zoo.families() if name not in results]
     random.Random(0).shuffle(wanted)
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from .signature import CONSTANTS
 from .tree import Layout
 
 Make = Callable[[Sequence[torch.Tensor]], Any]
-_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 class _MadeByItself(Exception):
@@ -38,7 +38,7 @@ def _maker(example: Any, places: dict[int, int]) -> Make:
     cls = type(example)
     if id(example) in places:
         return itemgetter(places[id(example)])
-    if isinstance(example, _CONSTANTS):
+    if isinstance(example, CONSTANTS):
         return lambda _: example
     if cls in (tuple, list):
         parts = [_maker(part, places) for part in example]

@@ -11,7 +11,7 @@ import torch
 from ..errors import RefoldError
 from .tree import Layout, Structure, flatten
 
-_CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # a subclass may compute anything
 TensorKey = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -107,7 +107,7 @@ def _call(positional: int, names: Iterable[str]) -> str:
 def _refuse_opaque(leaf: Any) -> None:
     if type(leaf) in _PLAIN_TENSORS:
         return
-    if not isinstance(leaf, _CONSTANTS):
+    if not isinstance(leaf, CONSTANTS):
         raise PreparationFailed(f"A {type(leaf).__name__} among the arguments can be neither a tensor nor a constant.")
 
 
