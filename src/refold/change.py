@@ -43,6 +43,8 @@ class Change:
     training: bool
     codegen: Any = MISSING
     maps: tuple[MapRecord, ...] = ()
+    passed: dict[str, str] = field(default_factory=dict)
+    """Tensors that stayed although what held them was removed: the name they had, and one that they had afterwards."""
     prints: dict[str, str] = field(default_factory=dict)
     trainable: dict[str, bool] = field(default_factory=dict)
     """Tensors that stayed and were frozen, or no longer: whether they were trainable before."""
@@ -65,8 +67,8 @@ class Change:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Nodes and module entries that the nodes it touched refer to."""
-        found: set[str] = set()
+        """Nodes and module entries that the nodes it touched refer to, and tensors that it passed on."""
+        found: set[str] = set(self.passed.values())
         for record in self._records():
             found |= refs_in(record)
             if record.op in ("call_module", "get_attr"):
@@ -79,6 +81,11 @@ class Change:
         for before, after in self.changed.values():
             yield before
             yield after
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Of the tensors that it passed on, those that no longer have the name they had."""
+        return {before: after for before, after in self.passed.items() if before != after}
 
     def conflicts_with(self, later: Change) -> bool:
         """Whether a later change stands in the way of undoing this one."""

@@ -72,7 +72,7 @@ def to_original(gm: GraphModule, tensors: Mapping[str, torch.Tensor]) -> Tensors
             state |= {record.map.sources[role]: value for role, value in _recover(record, current, change).items()}
         for name in change.prints:
             state.pop(name, None)
-        state = dict(_held(change)) | state
+        state = dict(_held(change)) | {n: state[now] for n, now in change.renamed.items() if now in state} | state
     return state
 
 
@@ -85,6 +85,7 @@ def to_folded(gm: GraphModule, tensors: Mapping[str, torch.Tensor]) -> Tensors:
             old = {role: _take(state, name) for role, name in record.map.sources.items()}
             new = record.map.operation.forward(old)
             state |= {record.map.targets[role]: value for role, value in new.items()}
+        _rename(state, change)
     return state
 
 
@@ -253,6 +254,7 @@ def _plan(gm: GraphModule, past: History, named: Mapping[str, Any], given: Tenso
         for place, record in enumerate(change.maps):
             last = (index, place) not in consumed
             maps.append(_pass_through(plan, record, current, last))
+        _rename(plan.state, change)
         plan.changes.append(replace(change, maps=tuple(maps)))
     held = {name: tensor for change in past.changes for name, tensor in _held(change)}
     for name, value in plan.state.items():
@@ -278,13 +280,14 @@ def _completed(gm: GraphModule, past: History, named: Mapping[str, Any], given: 
 
 
 def _consumed_later(past: History) -> set[tuple[int, int]]:
-    """The places of maps whose targets a later map reads."""
-    places = [(i, j, record) for i, change in enumerate(past.changes) for j, record in enumerate(change.maps)]
+    """The places of maps whose targets a later map reads, or which have another name later."""
     consumed: set[tuple[int, int]] = set()
     maker: dict[str, tuple[int, int]] = {}
-    for i, j, record in places:
-        consumed |= {maker[name] for name in record.map.sources.values() if name in maker}
-        maker |= dict.fromkeys(record.map.targets.values(), (i, j))
+    for i, change in enumerate(past.changes):
+        for j, record in enumerate(change.maps):
+            consumed |= {maker[name] for name in record.map.sources.values() if name in maker}
+            maker |= dict.fromkeys(record.map.targets.values(), (i, j))
+        consumed |= {maker[name] for name in change.renamed if name in maker}
     return consumed
 
 
@@ -356,6 +359,14 @@ def _take(state: Tensors, name: str) -> torch.Tensor:
     if name not in state:
         raise CheckpointMismatch(f"{name} is missing, and a rewrite needs it. Give a tensor for every weight.")
     return state.pop(name)
+
+
+def _rename(state: Tensors, change: Change) -> None:
+    """Give tensors that a change passed on the names they have after it; tied ones are one then."""
+    for before, after in change.renamed.items():
+        if before in state:
+            value = state.pop(before)
+            state.setdefault(after, value)
 
 
 def _recover(record: MapRecord, current: Tensors, change: Change) -> Tensors:

@@ -20,6 +20,7 @@ from refold.fingerprint import same_bits
 from refold.keeping import keep, with_holders
 from refold.module_tree import ModuleRecord
 from refold.node_record import MISSING, NodeRecord, Ref, same_value
+from refold.passing import passed_on, tensors_in
 from refold.snapshot import Look, Snapshot
 from refold.weights import MapRecord
 
@@ -37,9 +38,11 @@ def difference(before: Snapshot, after: Look, maps: Iterable[MapRecord] = ()) ->
     erased = {} if same_order else {name: _record(old[name], names) for name in old if name not in new}
     created = {} if same_order else {name: _record(new[name], {}) for name in new if name not in old}
     changed = dict(_changed_nodes(old, new, names, _readers_of_renamed(after, names)))
-    mapped = with_holders(name for record in maps for name in record.map.sources.values())
     suspects = _same_modules(before, after)
-    tables = _changed_tables(suspects, after.root is not before.tree.root, mapped)
+    tables = _changed_tables(suspects, after.root is not before.tree.root)
+    mapped = {name for record in maps for name in record.map.sources.values()}
+    passed = passed_on(_removed_tensors(tables, mapped), after.root)
+    _keep_removed(tables, with_holders(mapped | passed.keys()))
     attributes = _changed_attributes(suspects, after.written)
     moved = [] if same_order else _moved([n for n in old if n in new], [n for n in new if n in old])
     codegen = MISSING if before.graph.codegen is after.graph.codegen else before.graph.codegen
@@ -63,6 +66,7 @@ def difference(before: Snapshot, after: Look, maps: Iterable[MapRecord] = ()) ->
         training=bool(before.tree.record(0).everything.get("training", False)),
         codegen=codegen,
         maps=maps,
+        passed=passed,
         trainable=trainable,
     )
 
@@ -146,7 +150,8 @@ def _same_entry(old: Any, new: Any, copied: bool) -> bool:
     return isinstance(old, nn.Module) and type(old) is type(new)
 
 
-def _changed_tables(suspects: _Pairs, copied: bool, mapped: set[str]) -> dict[tuple[str, str], TableChange]:
+def _changed_tables(suspects: _Pairs, copied: bool) -> dict[tuple[str, str], TableChange]:
+    """What happened to the tables, with all that was removed from them."""
     changed = {}
     for path, record, other in suspects:
         others = other.tables
@@ -159,9 +164,20 @@ def _changed_tables(suspects: _Pairs, copied: bool, mapped: set[str]) -> dict[tu
             gone = {k: v for k, v in old.items() if k not in new or not _same_entry(v, new[k], copied)}
             added = tuple(k for k, v in new.items() if k not in old or k in gone)
             if gone or added or list(old) != list(new):
-                kept = {k: keep(v, join_path(path, k), mapped) for k, v in gone.items()}
-                changed[path, name] = TableChange(kept, added, tuple(old))
+                changed[path, name] = TableChange(gone, added, tuple(old))
     return changed
+
+
+def _removed_tensors(tables: dict[tuple[str, str], TableChange], mapped: set[str]) -> dict[str, torch.Tensor]:
+    """The removed tensors that no weight map gives back, by the names they had."""
+    removed = [(join_path(path, k), v) for (path, _), table in tables.items() for k, v in table.before.items()]
+    return {name: t for path, value in removed for name, t in tensors_in(value, path) if name not in mapped}
+
+
+def _keep_removed(tables: dict[tuple[str, str], TableChange], given_back: set[str]) -> None:
+    """Let go of the removed tensors that are given back when the change is undone."""
+    for (path, _), table in tables.items():
+        table.before = {k: keep(v, join_path(path, k), given_back) for k, v in table.before.items()}
 
 
 def _without_history(path: str, entries: dict[str, Any]) -> dict[str, Any]:

@@ -225,7 +225,8 @@ def _check_unmapped_weights(gm: GraphModule, change: Change) -> None:
 
 
 def _recover(gm: GraphModule, change: Change, weights: str, ledger: Ledger) -> dict[str, torch.Tensor]:
-    """The tensors that the change's weight maps give back, by name; live originals where they still fit."""
+    """The tensors that the change's weight maps give back and those that it passed on, by the names they had before it;
+    live originals where they still fit."""
     found: dict[str, torch.Tensor] = {}
     for record in reversed(change.maps):  # a map may have read what an earlier one of the same change made
         names = record.map.targets
@@ -246,7 +247,7 @@ def _recover(gm: GraphModule, change: Change, weights: str, ledger: Ledger) -> d
             found[record.map.sources[role]] = tensor
         del values  # slices keep the memory of the whole
         _part(record, current, revived, ledger)
-    return found
+    return found | {n: _target(gm, now, change.label) for n, now in change.passed.items()}
 
 
 def _part(record: MapRecord, current: Tensors, revived: Tensors, ledger: Ledger) -> None:
@@ -264,10 +265,10 @@ def _release(record: MapRecord, current: Tensors, values: Tensors, ledger: Ledge
 
 
 def _target(gm: GraphModule, name: str, label: str) -> torch.Tensor:
-    """A tensor that a map made, as it is now."""
+    """A tensor that a map made or that was passed on, as it is now."""
     tensor = find_tensor(gm, name)
     if tensor is None:
-        raise GraphEdited(f"{name}, which holds weights that {label} made, is no longer in the module.")
+        raise GraphEdited(f"{name}, which holds weights since {label}, is no longer in the module.")
     return tensor
 
 

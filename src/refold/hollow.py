@@ -112,13 +112,13 @@ def _hollow_sources(root: nn.Module, change: Change) -> dict[str, torch.Tensor]:
         current = {r: found.pop(n) if n in found else _tensor(root, n) for r, n in record.map.targets.items()}
         values = record.recover(current).items()
         found |= {record.map.sources[role]: record.specs[role].revive(value) for role, value in values}
-    return found
+    return found | {name: _tensor(root, now) for name, now in change.passed.items()}
 
 
 def _tensor(root: nn.Module, name: str) -> torch.Tensor:
     tensor = find_tensor(root, name)
     if tensor is None:
-        raise GraphEdited(f"{name}, which holds weights that a rewrite made, is no longer in the module.")
+        raise GraphEdited(f"{name}, which holds weights since a rewrite, is no longer in the module.")
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""How a change keeps what it removed: by reference, or as husks whose weights a map can recompute."""
+"""How a change keeps what it removed: by reference, or as husks without the weights that undoing it gives back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from refold.weights import Handle
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor that a weight map gives back, by its full name before the change."""
+    """The place of a tensor that a weight map gives back or that was passed on, by its full name before the change."""
 
     name: str
 
 
 @dataclass
 class Husk:
-    """A removed module without the tensors that a weight map gives back."""
+    """A removed module without the tensors that are given back when the change is undone."""
 
     cls: type[nn.Module]
     attributes: dict[str, Any]
@@ -66,17 +66,17 @@ def with_holders(names: Iterable[str]) -> set[str]:
     return found
 
 
-def keep(value: Any, path: str, mapped: set[str]) -> Any:
-    """What to store of a removed table entry, so that tensors in `mapped` (see `with_holders`) are not held."""
+def keep(value: Any, path: str, given_back: set[str]) -> Any:
+    """What to store of a removed table entry, so that tensors in `given_back` (see `with_holders`) are not held."""
     if isinstance(value, torch.Tensor):
-        return Slot(path) if path in mapped else value
+        return Slot(path) if path in given_back else value
     if not isinstance(value, nn.Module) or isinstance(value, torch.jit.ScriptModule):
         return value
-    if path not in mapped:
+    if path not in given_back:
         return value
     prefix = path + "."
     tables = {
-        name: {k: keep(v, prefix + k, mapped) for k, v in fx_private.table(value, name).items()}
+        name: {k: keep(v, prefix + k, given_back) for k, v in fx_private.table(value, name).items()}
         for name in fx_private.TABLES
     }
     attributes = {k: _own(v) for k, v in fx_private.plain_attributes(value).items()}

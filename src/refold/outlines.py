@@ -73,6 +73,7 @@ def _go_back(outline: Outline, change: Change) -> bool:
         if None in made.values():
             return False
         outline.named |= _sources(record, made)
+    outline.named |= {name: outline.named[now] for name, now in change.passed.items() if now in outline.named}
     for (path, table), entry in change.tables.items():
         if path in change.attributes and _HIDDEN in change.attributes[path]:
             return False

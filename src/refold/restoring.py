@@ -116,11 +116,11 @@ def put_modules_back(gm: nn.Module, change: Change, tensors: dict[str, torch.Ten
 
 def _put_tables_back(gm: nn.Module, change: Change, tensors: dict[str, torch.Tensor], birth: Birth) -> list[nn.Module]:
     restored = []
+    leaving = []  # a module that only moved must not die between its two places
     for (path, name), entry in sorted(change.tables.items(), key=lambda item: item[0][0].count(".")):
         live = fx_private.table(gm.get_submodule(path), name)
         carrier = live.pop(fx_private.HISTORY_CHILD, None) if path == "" else None
-        for key in entry.added:
-            live.pop(key, None)
+        leaving += [live.pop(key, None) for key in entry.added]
         back = {key: revive(value, tensors) for key, value in entry.before.items()}
         live.update(back)
         _reorder(live, entry.order, birth.tables.get((path, name), entry.order))
