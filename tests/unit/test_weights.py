@@ -344,6 +344,21 @@ def test_a_changed_bias_goes_into_beta_or_into_the_bias() -> None:
         assert not list(deviations(gm, folded, (torch.ones(1, 4, 6, 6, dtype=torch.float64),)))
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (3, 4, 4)])
+def test_a_changed_bias_of_a_fold_for_every_rank_goes_into_the_bias(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().eval()
+    model[1].running_mean.normal_()
+    model[1].running_var.uniform_(0.5, 2)
+    gm = torch.fx.symbolic_trace(model)
+    refold.FuseBatchNorm1dInLinear()(gm)
+    with torch.no_grad():
+        gm.get_parameter("0.bias").add_(torch.randn(4))
+    x = torch.randn(shape, dtype=torch.float64)
+    trained = gm(x).detach()
+    refold.undo(gm)
+    assert torch.allclose(gm(x), trained, rtol=1e-10, atol=1e-12)
+
+
 def test_a_bias_that_nothing_can_hold() -> None:
     gm = fold(conv_norm(bias=False, affine=False))
     assert not gm.get_parameter("0.bias").requires_grad, "it would be trained and could not return"

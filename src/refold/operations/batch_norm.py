@@ -24,7 +24,8 @@ from refold.operations.base import (
 class FoldBatchNorm(Operation):
     """Fold `y = γ·(x − μ)/√(σ²+ε) + β` into the linear map before or after it. With `s = γ/√(σ²+ε)`, `t = β − s·μ`:
 
-    after it (`x = W·u + b`):   `W' = s·W`, `b' = s·b + t`; back: `W = W'/s`, and a changed `b'` goes into β.
+    after it (`x = W·u + b`):   `W' = s·W`, `b' = s·b + t`; back: `W = W'/s`, and a changed `b'` goes into β
+    (with `guard` into `b = (b' − t)/s`, which is right at every rank).
     before it (`z = W·y + b`):  `W' = W·s`, `b' = b + W·t`; back: `W = W'/s`, `b = b' − W·t`.
 
     `channel` is the axis of W along which s runs. With `guard`, s and t are made as well (see refold.runtime).
@@ -98,11 +99,13 @@ class FoldBatchNorm(Operation):
         self, bias: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, kept: Tensors
     ) -> Tensors:
         if self.first == "linear":
-            if "beta" in kept:
+            if "beta" in kept and not self.guard:
                 inner = kept["bias"].double() if "bias" in kept else torch.zeros_like(scale)
                 return {"beta": bias - scale * (inner - kept["running_mean"].double())}
             if "bias" in kept and bool((scale != 0).all()):
                 return {"bias": (bias - shift) / scale}
+            if self.guard:  # β runs along another axis than the bias where the rank is 3
+                raise NoInverse("the layer has no bias of its own that could hold the changed one at every rank")
             raise NoInverse("neither the layer nor its batch norm has a bias that could hold the changed one")
         if "bias" in kept:
             return {"bias": bias - self._through(weight, shift)}
@@ -122,7 +125,7 @@ class FoldBatchNorm(Operation):
         spread = along(scale, self.channel, weight)
         if self.first == "linear":
             moved = {"weight": weight / spread**power}
-            if "beta" in old:
+            if "beta" in old and not self.guard:
                 return moved | {"bias": old["beta"].double()}
             return moved | ({"bias": old["bias"].double() / scale**power} if "bias" in old else {})
         if "bias" not in old or not self._moves_alone(shift, power):
@@ -169,5 +172,5 @@ class FoldBatchNorm(Operation):
         return bias[:, None] * shift
 
     def heirs(self, roles: frozenset[str]) -> dict[str, frozenset[str]]:
-        behind = self.first == "linear" and "beta" in roles
+        behind = self.first == "linear" and "beta" in roles and not self.guard
         return {"weight": frozenset({"weight"}), "bias": frozenset({"beta" if behind else "bias"}) & roles}
