@@ -28,6 +28,7 @@ from refold.optimizing.optimized import OptimizedModule, Variant
 from refold.optimizing.pipeline import chosen_pipeline
 from refold.optimizing.progress import Progress, shown, silent
 from refold.optimizing.reporting import build_report
+from refold.optimizing.sameness import Sameness
 from refold.optimizing.steps import Step, take_back, take_steps
 from refold.report.data import GraphData
 from refold.report.graph import graph_data
@@ -140,7 +141,8 @@ def _build(
     report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
     freshness = Freshness(weights, gm, follows=choice.follows_weights)
     twin = all_ones if isinstance(all_ones, AllOnes) else None
-    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, twin)
+    sameness = None if choice.name == ORIGINAL else Sameness(model)
+    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, twin, sameness)
 
 
 def _as_it_is(model: nn.Module, inputs: Inputs, backend: str, why: str) -> Variant:

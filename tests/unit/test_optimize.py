@@ -327,7 +327,7 @@ def test_weights_that_are_assigned_are_used():
     optimized.load_state_dict(other.state_dict(), assign=True)
     with torch.no_grad():
         assert torch.equal(optimized(x)["normed"], other(x)["normed"])
-    assert any("assigned" in note for note in optimized.report.notes)
+    assert any("replaced" in note for note in optimized.report.notes)
 
 
 def test_executors_that_are_level_are_timed_once_more_among_themselves(monkeypatch: pytest.MonkeyPatch):
@@ -428,7 +428,7 @@ def test_weights_that_were_made_in_inference_mode(frozen):
     if frozen:
         model.requires_grad_(False)
     x = torch.randn(2, 3, 1, 1)
-    optimized = optimize(model, (x,), backend="plain", time_budget=5, progress=False)
+    optimized = optimize(model, (x,), backend="plain", time_budget=60, progress=False)
     assert history(optimized.graph_module)
     with torch.no_grad():
         torch.testing.assert_close(optimized(x), model(x))

@@ -8,6 +8,8 @@ model is merged or undone; what was shared is a copy from then on, of the same v
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.fx import GraphModule
@@ -58,10 +60,25 @@ class Freshness:
 
 
 def read_in_eval(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers whose values count in eval mode: how many batches a batch norm saw does not."""
+    """The parameters, buffers and other tensors whose values count in eval mode: how many batches a batch norm saw does
+    not."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-    counters = {id(norm.num_batches_tracked) for norm in norms}
-    return [weight for weight in (*model.parameters(), *model.buffers()) if id(weight) not in counters]
+    seen = {id(norm.num_batches_tracked) for norm in norms}
+    loose = (tensor for module in model.modules() for tensor in _loose_tensors(module))
+    found: list[torch.Tensor] = []
+    for tensor in (*model.parameters(), *model.buffers(), *loose):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found.append(tensor)
+    return found
+
+
+def _loose_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that a module has as plain attributes, or in lists and dicts there: capture made constants of them.
+    One that shares the memory of a weight (a view that was kept) is counted with it."""
+    for value in fx_private.plain_attributes(module).values():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        yield from (item for item in items if isinstance(item, torch.Tensor) and not item.is_sparse)
 
 
 def _followed(weights: list[torch.Tensor], gm: GraphModule | None) -> _Pairs:

@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -14,12 +13,21 @@ from torch import nn
 from torch.fx import GraphModule
 
 from refold.executors import Signature, UnsupportedInput, run_checked
+from refold.executors.base import first_line
+from refold.executors.tree import flatten
 from refold.history import history, undo
 from refold.optimizing.all_ones import AllOnes
-from refold.optimizing.freshness import Freshness, read_in_eval
+from refold.optimizing.freshness import Freshness
+from refold.optimizing.sameness import Sameness
 from refold.report.data import Report
 
 _MOST_NOTES = 20
+_CONTAINER_METHODS = (
+    *("__len__", "__iter__", "__reversed__", "__contains__"),
+    *("__getitem__", "__setitem__", "__delitem__"),
+)
+_MOVES = ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")
+_MOVED = "moved or cast since it was optimized: runs the original; call refold.optimize again"
 
 
 @dataclass
@@ -33,6 +41,13 @@ class Variant:
     freshness: Freshness
     report: Report
     all_ones: AllOnes | None = None
+    sameness: Sameness | None = None
+
+    def why_not_now(self) -> str | None:
+        """Why it cannot stand for the model any more; None if it can."""
+        if self.sameness is not None and (reason := self.sameness.why_not()):
+            return reason
+        return None if self.freshness.is_fresh() else "weights of the original were changed since it was optimized"
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call whose tensors the signature has checked already."""
@@ -48,6 +63,9 @@ class OptimizedModule(nn.Module):
     go to the original model; `notes` says when that happened. Everything else (attributes, methods, parameters,
     `state_dict`) is the original's own.
     """
+
+    def __new__(cls, original: nn.Module, *args: Any) -> OptimizedModule:
+        return object.__new__(_class_like(type(original)))
 
     def __init__(
         self, original: nn.Module, variant: Variant, reoptimize: Callable[[Any, Any], Variant] | None = None
@@ -86,15 +104,26 @@ class OptimizedModule(nn.Module):
                 continue
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 return "gradients of an input are asked for"
-            if not variant.freshness.is_fresh():
-                return "weights of the original were changed since it was optimized"
-            return variant, tensors
+            return variant.why_not_now() or (variant, tensors)
         if self._reoptimize is None or not self.variants:
             return reason
-        variant = self._reoptimize(args, kwargs)
+        return self._optimize_again(args, kwargs, reason)
+
+    def _optimize_again(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+    ) -> tuple[Variant, list[torch.Tensor]] | str:
+        leaves, _ = flatten((args, kwargs))
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+            return "gradients of an input are asked for"
+        assert self._reoptimize is not None
+        try:
+            variant = self._reoptimize(args, kwargs)
+            tensors = variant.signature.tensors(args, kwargs)
+        except Exception as error:  # whatever is in the way of optimizing, the original can be called
+            return f"it could not be optimized for another input: {first_line(error)}"
         self.variants.append(variant)
         self._note(f"optimized again for another input: {reason}")
-        return variant, variant.signature.tensors(args, kwargs)
+        return variant, tensors
 
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._note(f"ran the original: {reason}")
@@ -132,6 +161,19 @@ class OptimizedModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["original"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The original gets it; what was built from the original cannot know what difference it makes."""
+        matters = hasattr(self.original, name)
+        setattr(self.original, name, value)
+        if matters:
+            self.restore()
+            self._note(f"{name} was set since it was optimized: runs the original; call refold.optimize again")
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.original, name)
+        self.restore()
+        self._note(f"{name} was deleted since it was optimized: runs the original; call refold.optimize again")
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.original)})
 
@@ -160,12 +202,28 @@ class OptimizedModule(nn.Module):
         return self.original.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        before = read_in_eval(self.original)
-        loaded = self.original.load_state_dict(*args, **kwargs)
-        if not all(map(is_, before, read_in_eval(self.original))):  # assign=True puts other tensors there
-            self.restore()
-            self._note("weights were assigned since it was optimized: runs the original; call refold.optimize again")
-        return loaded
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *others: Any) -> None:
+        """Called where this is a part of a model that loads a checkpoint: torch goes on to children, and those are the
+        original's."""
+        kept = {key: value for key, value in local_metadata.items() if key == "assign_to_params_buffers"}
+        for path, module in self.original.named_modules(remove_duplicate=False):
+            inner = f"{prefix}{path}." if path else prefix
+            module._load_from_state_dict(state_dict, inner, dict(kept), *others)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> OptimizedModule:
+        self.original.apply(fn)
+        return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self.original.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        self.original.register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self.original.add_module(name, module)
 
     def requires_grad_(self, requires_grad: bool = True) -> OptimizedModule:
         self.original.requires_grad_(requires_grad)
@@ -178,7 +236,7 @@ class OptimizedModule(nn.Module):
         """`.to()`, `.half()`, `.cuda()`: the original moves, and what was built for the old place is given up."""
         self.restore()
         self.original._apply(fn, recurse)
-        self._note("moved or cast since it was optimized: runs the original; call refold.optimize again")
+        self._note(_MOVED)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -187,6 +245,27 @@ class OptimizedModule(nn.Module):
 
     def __reduce__(self) -> Any:
         return (_itself, (self.original,))
+
+
+def _class_like(original: type[nn.Module]) -> type[OptimizedModule]:
+    """A class of optimized modules that has a length and items if the original's class does, and moves in its way."""
+
+    def forward_to_original(name: str) -> Callable[..., Any]:
+        return lambda self, *args: getattr(self.original, name)(*args)
+
+    def move_original(name: str) -> Callable[..., Any]:
+        def move(self: OptimizedModule, *args: Any, **kwargs: Any) -> OptimizedModule:
+            self.restore()
+            getattr(self.original, name)(*args, **kwargs)
+            self._note(_MOVED)
+            return self
+
+        return move
+
+    methods = {name: forward_to_original(name) for name in _CONTAINER_METHODS if hasattr(original, name)}
+    own = [name for name in _MOVES if getattr(original, name) is not getattr(nn.Module, name)]
+    methods |= {name: move_original(name) for name in own}
+    return type("OptimizedModule", (OptimizedModule,), {"__module__": __name__, **methods})
 
 
 def _signed_like(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
