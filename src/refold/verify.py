@@ -105,6 +105,10 @@ def _unset(name: str) -> list[Transformation]:
 def _compare_originals(rebuilt: GraphModule, original: nn.Module) -> Verification:
     """What the history gives back must be the original that was given, bit for bit."""
     old, new = _named(original), _named(rebuilt)
+    foreign = [name for name, _ in rebuilt.named_parameters() if name not in old]
+    if foreign:
+        names = ", ".join(foreign[:4])
+        return Verification(problems=(f"the given original is another model: it has no parameter {names}",))
     differ = [name for name in old.keys() & new.keys() if not same_bits(old[name], new[name])]
     if not differ:
         return Verification()
@@ -125,8 +129,8 @@ def _named(module: nn.Module) -> dict[str, torch.Tensor]:
 def _measure(gm: GraphModule, original: nn.Module, call: Call, seed: int, several: bool) -> Verification:
     try:
         reference = OutputReference.of(original, call, seed)
-    except Exception as error:  # not the rewrite's fault
-        return Verification(notes=(f"the original itself fails on {call.name}: {_line(error)}",))
+    except Exception as error:  # not the rewrite's fault, but nothing can be said about it then
+        return Verification(problems=(f"the original itself fails on {call.name}: {_line(error)}",))
     notes: Sequence[str] = (reference.note,) if reference.note else ()
     try:
         seeded(seed)

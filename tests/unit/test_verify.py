@@ -399,12 +399,23 @@ def test_another_shape_dtype_or_structure_is_wrong():
 # --- blame ------------------------------------------------------------------------------------------------------------
 
 
-def test_inputs_that_the_original_cannot_take_are_not_blamed_on_the_rewrite():
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_on_inputs_that_the_original_cannot_take_nothing_is_called_right(rewritten):
     gm, x = build("mlp", torch.float32, 0)
+    if rewritten:
+        refold.FuseBatchNorm1dInLinear()(gm)
+    for inputs in (torch.randn(4, 9), [x, torch.randn(4, 9)], "x"):
+        found = verify(gm, inputs)
+        assert not found.right and "original itself fails" in found.sentence
+    assert verify(gm, x).right
+
+
+def test_a_given_original_that_is_another_model_is_told():
+    gm, x = build("mlp", torch.float32, 0)
+    original = copy.deepcopy(gm)
     refold.FuseBatchNorm1dInLinear()(gm)
-    found = verify(gm, torch.randn(4, 9))
-    assert found.right and any("original itself fails" in note for note in found.notes)
-    assert verify(gm, [x, torch.randn(4, 9)]).notes
+    assert verify(gm, x, original=original).right
+    assert "another model" in verify(gm, x, original=nn.Linear(2, 2)).sentence
 
 
 def test_a_rewrite_that_raises_where_the_original_does_not_is_wrong():

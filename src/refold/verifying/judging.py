@@ -183,7 +183,7 @@ class Judge:
     def _worst(self, site: Site, trials: list[Trial], way: str) -> SiteVerdict:
         ran = [trial for trial in trials if trial.ran]
         if not ran:
-            return self._verdict(site, Difference(), way="not run: the original cannot take any of the values")
+            return self._verdict(site, Difference("it could not be run: the original cannot take any of the values"))
         worst = max(ran, key=lambda trial: trial.difference.ratio)
         return self._verdict(site, worst.difference, worst.draw, way, len(ran))
 

@@ -102,8 +102,6 @@ class _Stage:
             defect = self.origins.defect(self._tensors(site)[0])
             right = not defect and like is not None and like.right
             sentence = defect or (f"the same rewrite as {like.site}" if like is not None else "it could not be run")
-            if like is None and not defect:
-                right = True  # noted: nothing could be run, which is not the rewrite's fault
             verdicts[site] = SiteVerdict(
                 site.name,
                 self.stage.change.label,
