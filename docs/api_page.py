@@ -69,8 +69,15 @@ def write_api_page(path: Path) -> None:
 
 def described(module: ModuleType, names: tuple[str, ...]) -> str:
     """The entries of those names that the module has."""
-    found = [located(module, name) for name in names]
-    return "\n\n".join(entry(name, thing) for name, thing in found if thing is not None and not is_module(thing))
+    found = [(*located(module, name), imported(name)) for name in names]
+    there = [(name, thing, how) for name, thing, how in found if thing is not None and not is_module(thing)]
+    return "\n\n".join(entry(*each) for each in there)
+
+
+def imported(name: str) -> str:
+    """How to import what stands in a module of its own: `refold.measure`, for one, is a function as an attribute."""
+    where, _, key = name.rpartition(":")
+    return f"`from {where} import {key}`" if where else ""
 
 
 def located(module: ModuleType, name: str) -> tuple[str, Any]:
@@ -117,14 +124,14 @@ def fence_examples(text: str) -> str:
     return re.sub(r"(?m)^((?:from|import|with) .*(?:\n.+)*)", r"```text\n\1\n```", text)
 
 
-def entry(name: str, thing: Any) -> str:
+def entry(name: str, thing: Any, how: str) -> str:
     """One name as a directive of Sphinx's Python domain, with its docstring as Markdown."""
     if isinstance(thing, type):
-        inner = "\n\n".join([docstring(thing), *(member(n, m) for n, m in members(thing))]).strip()
+        inner = "\n\n".join([how, docstring(thing), *(member(n, m) for n, m in members(thing))]).strip()
         made_by_users = name.startswith(MODULES)
         return f"::::{{py:class}} {name}{signature(thing) if made_by_users else ''}\n\n{inner}\n::::"
     if callable(thing):
-        return f":::{{py:function}} {name}{signature(thing)}\n\n{docstring(thing)}\n:::"
+        return f":::{{py:function}} {name}{signature(thing)}\n\n{how}\n\n{docstring(thing)}\n:::"
     return f":::{{py:data}} {name}\n\n{docstring(thing) if is_module(thing) else ''}\n:::"
 
 

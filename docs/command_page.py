@@ -33,7 +33,9 @@ def section(name: str, command: Any) -> str:
 
 
 def shown(parameter: Any) -> str:
-    return parameter.metavar or parameter.name.upper().replace("_", "-")
+    name = parameter.metavar or parameter.name.upper().replace("_", "-")
+    optional = parameter.param_type_name == "argument" and not parameter.required
+    return f"[{name}]" if optional else name
 
 
 def value_of(option: Any) -> str:

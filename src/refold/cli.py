@@ -40,3 +40,7 @@ def open_inputs(folder: str | os.PathLike[str]) -> dict[str, Any] | tuple[Any, .
     from refold.command_line.folders import read_inputs
 
     return read_inputs(Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

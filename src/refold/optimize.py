@@ -22,7 +22,7 @@ from refold.optimizing.all_ones import AllOnes, without_masks_of_ones
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, as_call, device_of_call, split
 from refold.optimizing.chance import depends_on_chance
-from refold.optimizing.choosing import ORIGINAL, Choice, choose
+from refold.optimizing.choosing import ORIGINAL, Choice, available_executor, choose
 from refold.optimizing.freshness import Freshness, read_in_eval
 from refold.optimizing.optimized import OptimizedModule, Variant
 from refold.optimizing.pipeline import chosen_pipeline
@@ -94,6 +94,8 @@ def _build(
     args, kwargs = split(inputs)
     notes: list[str] = []
     device = device_of_call(model, inputs)
+    if backend != "auto":
+        available_executor(backend, device)  # asked before the long work
     tell("capturing", 0.0)
     if depends_on_chance(model, inputs):
         return _as_it_is(model, inputs, backend, "it draws random numbers, so a rewrite cannot be told from chance")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_folders import write_folder
+from cli_folders import let_it_say, write_folder
 
 import refold
 from refold.cli import main, open_inputs, open_model
@@ -20,6 +20,7 @@ from refold.match import GraphView
 from refold.pipelines import read_pipeline
 from refold.report import Report
 from refold.rewrite import ReversibleRewrite, Site
+from refold.saving.folder import MANIFEST, plain_json
 
 PIPELINE = """
 refold-pipeline: 1
@@ -100,6 +101,7 @@ def test_show(made: Path, refold_command: Run) -> None:
     assert code == 0
     assert "1. FuseBatchNorm2dInConv2d" in out and "3. MergeLinears()" in out
     assert any(line.strip().startswith("-") for line in out.splitlines())
+    assert "3 changes; " in out
     short = refold_command("show", made)[1]
     assert len(short.splitlines()) <= len(out.splitlines())
 
@@ -140,6 +142,8 @@ def test_undo_gives_every_bit_back(folder: Path, refold_command: Run) -> None:
     changes = len(json.loads((folder / ABOUT).read_text())["changes"])
     code, out, _ = refold_command("undo", folder, "--changes", 1, "--json")
     assert code == 0 and json.loads(out)["left"] == changes - 1
+    refold_command("undo", folder, "--changes", 1)
+    assert "\n1 change; " in refold_command("show", folder)[1]
     while json.loads(out)["left"]:
         code, out, _ = refold_command("undo", folder, "--json")
     told = json.loads(out)
@@ -152,7 +156,7 @@ def test_undo_gives_every_bit_back(folder: Path, refold_command: Run) -> None:
 def test_undo_says_no_where_the_bits_differ(folder: Path, refold_command: Run) -> None:
     about = json.loads((folder / ABOUT).read_text())
     about["original"]["head.weight"] = about["original"]["head.weight"][:-4] + "0000"
-    (folder / ABOUT).write_text(json.dumps(about))
+    let_it_say(folder, original=about["original"])
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     code, out, _ = refold_command("undo", folder)
     assert code == 1 and "head.weight" in out
@@ -164,6 +168,38 @@ def test_undo_elsewhere_leaves_the_folder_alone(folder: Path, tmp_path: Path, re
     assert refold_command("undo", folder, "--out", tmp_path / "original")[0] == 0
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert not refold.history(open_model(tmp_path / "original"))
+
+
+def test_undo_leaves_the_report_behind(folder: Path, tmp_path: Path, refold_command: Run) -> None:
+    let_it_say(folder, run={"report": "report.html", "level": "default"})
+    for name in ("report.html", "report.json", "pipeline.yaml"):
+        (folder / name).write_text("speaks of rewrites")
+    assert refold_command("undo", folder, "--out", tmp_path / "original")[0] == 0
+    names = {path.name for path in (tmp_path / "original").iterdir()}
+    assert not names & {"report.html", "report.json", "pipeline.yaml"}
+    about = json.loads((tmp_path / "original" / ABOUT).read_text())
+    assert about["run"] == {"level": "default", "undone": True} and set(about["files"]) == names - {ABOUT}
+
+
+FILES = ["about.json", "inputs.safetensors", "manifest.json", "recipe.json", "weights-00001-of-00001.safetensors"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_byte_is_noticed_in_every_file_that_matters(name: str, folder: Path, refold_command: Run) -> None:
+    data = bytearray((folder / name).read_bytes())
+    data[-20] ^= 1
+    (folder / name).write_bytes(data)
+    code, _, err = refold_command("verify", folder)
+    assert code == 2 and f"{folder / name} " in err.splitlines()[-1], err
+
+
+def test_a_folder_whose_inputs_have_no_digest_is_read(folder: Path, refold_command: Run) -> None:
+    """Version 0.1.0 listed the files of the model only."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name in (ABOUT, "inputs.safetensors"):
+        del manifest["files"][name]
+    (folder / MANIFEST).write_bytes(plain_json(manifest))
+    assert refold_command("verify", folder)[0] == 0
 
 
 CHECK = """
@@ -221,6 +257,28 @@ def test_explain_says_what_and_why_not(refold_command: Run) -> None:
     assert all(r["reason"] for r in told["refused"]) and len(told["refused"]) > 3
     code, out, _ = refold_command("explain", "example:tiny", "MergeLinears", "--batch", 3)
     assert "merged blocks.1.query" in out and "no other linear layer reads the same input" in out
+
+
+class Crash(refold.Transformation):
+    """A pass of somebody's that does not work."""
+
+    def transform(self, graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        raise RuntimeError("crashed\ninside")
+
+
+def test_explain_names_a_transformation_that_fails_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from refold.command_line import explaining
+    from refold.command_line.screen import Screen
+    from refold.command_line.subject import Wanted, prepare
+
+    monkeypatch.setattr(explaining, "name_of", lambda t: type(t).__name__)
+    pipeline = (Crash(), refold.MergeLinears())
+    explaining.explain_model(Screen(), prepare(Wanted("example:tiny")), pipeline, everything=False)
+    out = capfd.readouterr().out
+    assert "Crash  It failed and was left out: RuntimeError: crashed inside" in out
+    assert "MergeLinears: 2 to rewrite" in out and "2 places would be rewritten" in out
 
 
 def test_list_shows_everything(refold_command: Run) -> None:

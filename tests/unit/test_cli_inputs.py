@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cli_folders import write_folder
+from cli_folders import let_it_say, write_folder
 from torch import nn
 
 from refold.cli import main
@@ -21,13 +22,13 @@ from refold.command_line.inputs import Sizes
 from refold.command_line.models import Source, load_model, rebuild
 from refold.command_line.screen import printable
 from refold.command_line.storing_inputs import NotPlain, restore_inputs, store_inputs
-from refold.command_line.subject import Wanted, prepare
-from refold.command_line.writing import ABOUT
+from refold.command_line.subject import DTYPES, Wanted, prepare
 from refold.optimizing.pipeline import default_pipeline
 
 Run = Callable[..., tuple[int, str, str]]
 
 FACTORY = """
+import sys
 import torch
 from torch import nn
 from neighbour import WIDTH
@@ -44,8 +45,17 @@ def inputs(model):
 def plain_inputs():
     return torch.ones(7, WIDTH)
 
+def wide_inputs():
+    return torch.ones(2, WIDTH + 1)
+
+def no_inputs():
+    return 3
+
 def fails():
     raise RuntimeError("no weights today")
+
+def leaves():
+    sys.exit(0)
 
 number = 3
 """
@@ -166,7 +176,7 @@ def test_inputs_come_back_from_plain_data(inputs: Any, tmp_path: Path) -> None:
     form = json.loads(json.dumps(store_inputs(inputs, tmp_path)))
     back = restore_inputs(form, tmp_path, torch.device("cpu"))
     assert str(back) == str(inputs)
-    with pytest.raises(NotPlain, match="is a object"):
+    with pytest.raises(NotPlain, match="is an object"):
         store_inputs((object(),), tmp_path)
 
 
@@ -182,23 +192,35 @@ def test_inputs_come_back_from_plain_data(inputs: Any, tmp_path: Path) -> None:
         (["explain", "{home}"], "is no transformers folder: it has no config.json"),
         (["explain", "{file}"], "name the function in it"),
         (["explain", "{file}:nope"], "has no function nope. It has: make, with_inputs"),
-        (["explain", "{file}:number"], "is a int, and a function (or class) is needed"),
+        (["explain", "{file}:number"], "is an int, and a function (or class) is needed"),
         (["explain", "{file}:fails"], "raised RuntimeError: no weights today"),
+        (["explain", "{file}:leaves"], "raised SystemExit: 0"),
         (["explain", "{file}:inputs"], "raised TypeError"),
         (["explain", "{file}:plain_inputs"], "must return an nn.Module"),
+        (["explain", "{file}:no_inputs"], "or one and its inputs; it returned an int."),
+        (["explain", ""], "MODEL is empty"),
+        (["explain", sys.executable], "is a file, and MODEL must be a transformers folder"),
         (["explain", "nothere.py:make"], "There is no file nothere.py"),
         (["explain", "timm:resnet50:other"], "timm:NAME:random"),
         (["explain", "example:tiny", "Nope"], "no transformation called 'Nope'"),
         (["explain", "example:tiny", "MergeLinears", "--dtype", "float3"], "--dtype must be one of"),
         (["explain", "example:tiny", "MergeLinears", "--device", "tpu9"], "--device tpu9"),
         (["explain", "example:tiny", "MergeLinears", "--inputs", "x"], "FILE.py:FUNCTION"),
+        (
+            ["explain", "{file}:make", "--inputs", "{file}:no_inputs"],
+            "no_inputs must return a dict of keyword arguments",
+        ),
+        (
+            ["explain", "{file}:make", "--inputs", "{file}:wide_inputs"],
+            "Sequential does not run on these inputs (float32[2, 4]): RuntimeError: mat1 and mat2",
+        ),
         (["explain", "{file}:with_inputs", "MergeLinears", "--batch", "3"], "do not go with"),
         (["explain", "example:tiny", "--batch", "0"], "greater than or equal to 1"),
         (["explain"], "Missing argument 'MODEL'"),
         (["nope"], "No such command 'nope'"),
         (["optimize", "example:tiny", "--out", "{file}"], "is a file, and a folder is to be written there"),
-        (["optimize", "example:tiny", "--out", "{home}"], "exists already"),
-        (["optimize", "example:tiny", "--out", "{home}", "--overwrite"], "was not written by Refold"),
+        (["optimize", "example:tiny", "--out", "{home}"], "exists already, and refold optimize did not write it"),
+        (["optimize", "example:tiny", "--out", "{home}", "--overwrite"], "refold optimize did not write it"),
         (["optimize", "example:tiny", "--out", "{home}/x", "--pipeline", "{home}/none.yaml"], "No such file"),
         (["optimize", "example:tiny", "--out", "{home}/x", "--backend", "gpu-magic"], "no executor called 'gpu-magic'"),
         (["optimize", "example:tiny", "--out", "{home}/x", "--level", "extreme"], "level must be one of"),
@@ -206,6 +228,7 @@ def test_inputs_come_back_from_plain_data(inputs: Any, tmp_path: Path) -> None:
         (["verify", "{home}"], "is no folder that Refold saved"),
         (["undo", "{home}"], "is no folder that Refold saved"),
         (["bisect", "{home}", "--check", "true"], "is no folder that Refold saved"),
+        (["bisect", "{home}", "--check", " "], "--check is empty"),
     ],
 )
 def test_one_clear_sentence(arguments: list[str], sentence: str, file: Path, refold_command: Run) -> None:
@@ -235,8 +258,6 @@ def test_a_hub_name_without_a_network(refold_command: Run, monkeypatch: pytest.M
 
 
 def test_timm_that_is_not_installed(refold_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "timm", None)
     code, _, err = refold_command("explain", "timm:resnet50", "MergeLinears")
     assert code == 2 and "timm:resnet50 needs timm, which is not installed" in err
@@ -247,6 +268,51 @@ def test_an_error_as_json_and_with_its_traceback(refold_command: Run) -> None:
     assert code == 2
     assert json.loads(out) == {"error": err.strip().splitlines()[-1].removeprefix("refold: "), "exit_code": 2}
     assert "Traceback" in err
+
+
+def test_wrong_usage_as_json(refold_command: Run) -> None:
+    code, out, err = refold_command("explain", "--json")
+    assert code == 2
+    assert json.loads(out) == {"error": err.strip().removeprefix("refold: "), "exit_code": 2}
+
+
+def test_an_executor_that_cannot_be_used_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, refold_command: Run
+) -> None:
+    code, _, err = refold_command("optimize", "example:tiny", "--out", tmp_path / "out", "--backend", "cuda_graph")
+    assert code == 2
+    assert err == "refold: --backend cuda_graph cannot be used here: a CUDA graph needs a CUDA device, not cpu.\n"
+
+
+def test_the_trial_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "counts.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Counts(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.register_buffer('calls', torch.zeros(()))\n"
+        "    def forward(self, x):\n"
+        "        self.calls += 1\n"
+        "        return x.add_(torch.rand(()))\n"
+        "def make():\n"
+        "    return Counts(), torch.ones(3)\n"
+    )
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    subject = prepare(Wanted(f"{tmp_path / 'counts.py'}:make"))
+    assert torch.equal(torch.rand(1), expected)
+    assert subject.model.calls == 0 and torch.equal(subject.inputs[0], torch.ones(3))  # type: ignore[index]
+
+
+def test_help_in_the_usual_signs(refold_command: Run) -> None:
+    code, out, _ = refold_command("explain", "--help")
+    assert code == 0
+    assert "explain [OPTIONS] MODEL [TRANSFORMATION]" in out and "<bool>" not in out
+    words = " ".join(out.replace("│", " ").split())
+    assert all(name in words for name in DTYPES)
+    assert "<bool>" not in refold_command("--help")[1]
 
 
 def test_a_model_that_cannot_be_captured(tmp_path: Path, refold_command: Run) -> None:
@@ -261,6 +327,7 @@ def test_a_model_that_cannot_be_captured(tmp_path: Path, refold_command: Run) ->
     )
     code, _, err = refold_command("explain", f"{tmp_path / 'odd.py'}:make", "MergeLinears")
     assert code == 3 and "could not be captured" in err
+    assert "refold.trace with on_failure='partial'" in err  # commands have no such option
 
 
 # --- folders of strangers ----------------------------------------------------------------------------------------
@@ -276,10 +343,7 @@ def stranger(honest: Path, tmp_path: Path) -> Callable[..., Path]:
     """Makes a folder that says what it likes about itself."""
 
     def make(**lies: Any) -> Path:
-        place = Path(shutil.copytree(honest, tmp_path / "folder"))
-        data = json.loads((place / ABOUT).read_text()) | lies
-        (place / ABOUT).write_text(json.dumps(data))
-        return place
+        return let_it_say(Path(shutil.copytree(honest, tmp_path / "folder")), **lies)
 
     return make
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import refold
+import refold_command
 from refold.cli import main
 from refold.command_line import optimizing, writing
 from refold.command_line.errors import MEANINGS, ExitCode, Terminated
@@ -65,6 +69,83 @@ def test_without_typer_there_is_a_sentence() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr == "refold: the command line needs typer and rich: pip install 'refold[cli]'\n"
+
+
+# --- streams -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["--help"]], ids=" ".join)
+def test_a_reader_that_went_away_is_no_answer(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([SCRIPT, *arguments], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (ExitCode.UNREAD, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_signs_that_the_encoding_lacks_are_written_as_escapes(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {
+        name: io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict") for name in ("stdout", "stderr")
+    }
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    assert main(["list", "MergeLinears"]) == 0
+    assert main(["explain", "example:→"]) == 2
+    written = {}
+    for name, stream in streams.items():
+        stream.flush()
+        written[name] = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert "y\\u2081 = x" in written["stdout"]
+    assert "There is no example '\\u2192'" in written["stderr"]
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["list", "MergeLinears"]) == 0
+
+
+# --- ways in -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["refold", "refold.cli"])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_python_m_is_the_same_command(
+    module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["refold", "list", "MergeLinears"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 0
+    assert capfd.readouterr().out.startswith("MergeLinears")
+
+
+def test_the_version_is_told_without_torch() -> None:
+    code = "import sys, refold_command; refold_command.main(); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"{refold.__version__}\n"), done.stderr
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "Interrupted"), (signal.SIGTERM, "Terminated")])
+def test_a_signal_while_torch_is_imported(number: signal.Signals, word: str, tmp_path: Path) -> None:
+    (tmp_path / "refold").mkdir()
+    (tmp_path / "refold" / "__init__.py").write_text(
+        "import time\n"
+        "print('importing', flush=True)\n"
+        "try:\n"
+        "    time.sleep(60)\n"
+        "except BaseException:\n"  # as some packages do
+        "    time.sleep(60)\n"
+    )
+    way_in = Path(refold_command.__file__).parent.parent
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(way_in)!r}]\nfrom refold_command import main\nmain()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (128 + number, f"refold: {word}: no folder was changed.\n")
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
@@ -172,7 +253,10 @@ def test_only_what_refold_wrote_is_replaced(tmp_path: Path) -> None:
     (place / "thesis.txt").unlink()
     write(place, "new", overwrite=True)
     assert (place / "note").read_text() == "new"
-    with pytest.raises(writing.WrongInput, match="exists already"):
+    with pytest.raises(writing.WrongInput, match="give --overwrite"):
+        write(place, "newer")
+    (place / ABOUT).unlink()
+    with pytest.raises(writing.WrongInput, match=r"exists already, and refold optimize did not write it\. Choose"):
         write(place, "newer")
     shutil.rmtree(place)
     place.mkdir()

@@ -241,6 +241,15 @@ def test_training_mode_and_odd_inputs_are_refused():
         optimize(make_model(), 3, progress=False)
 
 
+def test_an_executor_that_cannot_be_used_is_refused_before_any_work() -> None:
+    told: list[str] = []
+    with pytest.raises(RefoldError, match="the executor cuda_graph cannot be used here: a CUDA graph needs"):
+        optimize(
+            make_model(), (torch.randn(2, 5, 16),), backend="cuda_graph", progress=lambda what, _: told.append(what)
+        )
+    assert told == []
+
+
 def test_progress_is_told():
     told: list[tuple[str, float]] = []
     optimize(

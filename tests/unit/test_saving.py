@@ -414,6 +414,26 @@ def test_another_model_is_refused_with_the_place_where_it_differs(copied: Path) 
         load(copied, wider)
 
 
+def test_what_makes_no_model_is_named(copied: Path) -> None:
+    with pytest.raises(
+        SaveError, match=r"Linear could not make the model: TypeError: .*in_features.*a function without"
+    ):
+        load(copied, nn.Linear)
+    with pytest.raises(SaveError, match="gave no model but int"):
+        load(copied, lambda: 3)  # type: ignore[arg-type, return-value]
+
+
+def test_more_files_can_be_put_on_the_list(copied: Path) -> None:
+    (copied / "notes.txt").write_text("six")
+    folder.account_for(copied, "notes.txt")
+    assert folder.checked_file(copied, "notes.txt").read_text() == "six"
+    load(copied, Mixed)
+    (copied / "notes.txt").write_text("sax")
+    for read in (lambda: folder.checked_file(copied, "notes.txt"), lambda: load(copied, Mixed)):
+        with pytest.raises(SaveError, match=r"notes\.txt is damaged"):
+            read()
+
+
 # --- trouble while writing -----------------------------------------------------------------------------------------
 
 

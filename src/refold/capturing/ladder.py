@@ -103,8 +103,8 @@ def _error(model: nn.Module, failures: Sequence[Failure]) -> CaptureError:
     where = f" at {first.where}" if first.where else ""
     others = "".join(f"\n  {failure}" for failure in failures[1:])
     return CaptureError(
-        f"{type(model).__name__} could not be captured{where}: {first.why}. What to try: on_failure='partial' captures "
-        "the largest parts that can be and leaves the rest eager; submodule='...' captures one part; "
-        "change that line so that no tensor value steers Python, if the model is yours."
+        f"{type(model).__name__} could not be captured{where}: {first.why}. What to try: refold.trace with "
+        "on_failure='partial' captures the largest parts that can be and leaves the rest eager, with submodule='...' "
+        "one part; change that line so that no tensor value steers Python, if the model is yours."
         + (f"\nAlso tried:{others}" if others else "")
     )

@@ -15,11 +15,13 @@ from refold.command_line.inputs import Sizes
 from refold.command_line.running import run
 from refold.command_line.screen import Screen
 from refold.command_line.subject import Wanted, prepare
+from refold.command_line.usage import Command, Group
 
 _EXIT_CODES = "\n\n".join(f"{int(code)}  {meaning}" for code, meaning in MEANINGS.items())
 
 app = typer.Typer(
     name="refold",
+    cls=Group,
     help="Make a PyTorch model faster by rewriting its graph, and always get the original back, bit for bit.",
     epilog=f"Exit codes:\n\n{_EXIT_CODES}",
     no_args_is_help=True,
@@ -37,7 +39,8 @@ def _show_version(wanted: bool) -> None:
 
 
 _Version = Annotated[
-    bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    bool,
+    typer.Option("--version", metavar="", help="Show the version and exit.", is_eager=True, callback=_show_version),
 ]
 
 
@@ -46,7 +49,7 @@ def refold(version: _Version = False) -> None:
     """Make a PyTorch model faster by rewriting its graph, and always get the original back, bit for bit."""
 
 
-@app.command()
+@app.command(cls=Command)
 def optimize(
     model: options.Model,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
@@ -74,11 +77,11 @@ def optimize(
     return run(lambda screen: optimize_model(screen, wanted, order), as_json=json, debug=debug)
 
 
-@app.command()
+@app.command(cls=Command)
 def explain(
     model: options.Model,
     transformation: Annotated[
-        str | None, typer.Argument(metavar="[TRANSFORMATION]", help="Only this one (refold list names them).")
+        str | None, typer.Argument(metavar="TRANSFORMATION", help="Only this one (refold list names them).")
     ] = None,
     level: options.Level = "default",
     pipeline: options.Pipeline = None,
@@ -105,10 +108,10 @@ def explain(
     return run(work, as_json=json, debug=debug)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_(
     transformation: Annotated[
-        str | None, typer.Argument(metavar="[TRANSFORMATION]", help="Only this one, with all of its documentation.")
+        str | None, typer.Argument(metavar="TRANSFORMATION", help="Only this one, with all of its documentation.")
     ] = None,
     json: options.AsJson = False,
     debug: options.Debug = False,
@@ -119,7 +122,7 @@ def list_(
     return run(lambda screen: list_transformations(screen, transformation), as_json=json, debug=debug)
 
 
-@app.command()
+@app.command(cls=Command)
 def show(
     folder: options.Folder,
     model: options.NamedModel = None,
@@ -135,7 +138,7 @@ def show(
     return run(lambda screen: show_folder(screen, folder, named, everything=everything), as_json=json, debug=debug)
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     folder: options.Folder,
     model: options.NamedModel = None,
@@ -155,7 +158,7 @@ def verify(
     return run(work, as_json=json, debug=debug)
 
 
-@app.command()
+@app.command(cls=Command)
 def undo(
     folder: options.Folder,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write there instead of changing DIR itself.")] = None,
@@ -175,7 +178,7 @@ def undo(
     return run(work, as_json=json, debug=debug)
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     model: options.Model,
     level: options.Level = "default",
@@ -200,7 +203,7 @@ def bench(
     )
 
 
-@app.command()
+@app.command(cls=Command)
 def bisect(
     folder: options.Folder,
     check: Annotated[str, typer.Option(metavar="COMMAND", help="Exits with 0 if the model is good. See below.")],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from refold.command_line.errors import ExitCode
+from refold.command_line.errors import ExitCode, WrongInput
 from refold.command_line.folders import About, Named, Opened, fill_folder, finish_folder, open_folder
 from refold.command_line.screen import Screen
 from refold.errors import RefoldError
@@ -28,6 +28,8 @@ class CheckFailed(RefoldError):
 
 def bisect_folder(screen: Screen, folder: Path, command: str, named: Named) -> ExitCode:
     """Search for the first change with which the check fails."""
+    if not command.strip():
+        raise WrongInput("--check is empty: it must be the command that says whether a candidate is good.")
     opened = open_folder(folder, named)
     changes = history(opened.graph_module)
     labels = [change.label for change in changes]

@@ -17,17 +17,19 @@ class ExitCode(enum.IntEnum):
     FAILED = 4
     UNEXPECTED = 5
     INTERRUPTED = 130
+    UNREAD = 141
     TERMINATED = 143
 
 
 MEANINGS: dict[ExitCode, str] = {
     ExitCode.DONE: "done",
     ExitCode.NO: "the answer is no: verify found a wrong rewrite, undo gave other bits, bisect found a culprit",
-    ExitCode.WRONG_INPUT: "wrong usage or input: an option, a model, a file or a folder",
+    ExitCode.WRONG_INPUT: "wrong usage or input: an option, a model, its inputs, a file, a folder (a damaged one too)",
     ExitCode.NOT_CAPTURED: "the model could not be captured",
     ExitCode.FAILED: "refused or failed, for a reason that the message says",
     ExitCode.UNEXPECTED: "an unexpected error; --debug shows where",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C); no folder was changed",
+    ExitCode.UNREAD: "the reader of the output (head, less) went away before its end",
     ExitCode.TERMINATED: "terminated (SIGTERM); no folder was changed",
 }
 

@@ -8,9 +8,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch.fx import GraphModule
 
-from refold.command_line.screen import Screen
+from refold.command_line.running import one_line
+from refold.command_line.screen import Screen, printable
 from refold.command_line.subject import Subject
 from refold.command_line.tables import Column, grouped, table
+from refold.command_line.wording import counted
 from refold.explaining import explain
 from refold.plugins import name_of
 from refold.result import Result
@@ -34,9 +36,13 @@ def explain_model(screen: Screen, subject: Subject, pipeline: tuple[Transformati
 
 
 def _outcome(gm: GraphModule, transformation: Transformation) -> Result:
-    outcome = explain(gm, transformation)
-    if outcome:
-        transformation(gm)  # later ones of a pipeline see what this one leaves
+    try:
+        outcome = explain(gm, transformation)
+        if outcome:
+            transformation(gm)  # later ones of a pipeline see what this one leaves
+    except Exception as error:  # a plugin may raise anything; the module is as it was before
+        note = f"It failed and was left out: {type(error).__name__}: {one_line(error)}"
+        return Result(repr(transformation), note=note)
     return outcome
 
 
@@ -52,7 +58,7 @@ def _plain(transformation: Transformation, outcome: Result) -> dict[str, Any]:
 def _part(transformation: Transformation, outcome: Result, most: int | None) -> RenderableType:
     name = name_of(transformation)
     if not outcome.rewritten and not outcome.refused:
-        return Group(Text(name, style="bold").append(Text(f"  {outcome.note}", style="dim")), Text())
+        return Group(Text(name, style="bold").append(Text(f"  {printable(outcome.note)}", style="dim")), Text())
     rows: list[tuple[object, ...]] = [("+", "", r.what) for r in outcome.rewritten[:most]]
     if most is not None and len(outcome.rewritten) > most:
         rows.append(("+", len(outcome.rewritten) - most, "more (--all shows them)"))
@@ -69,4 +75,4 @@ def _title(name: str, outcome: Result) -> str:
 def _totals(outcomes: list[tuple[Transformation, Result]]) -> str:
     rewritten = sum(len(outcome.rewritten) for _, outcome in outcomes)
     refused = sum(len(outcome.refused) for _, outcome in outcomes)
-    return f"{rewritten} places would be rewritten, {refused} are left alone. refold optimize does it."
+    return f"{counted(rewritten, 'place')} would be rewritten; left alone: {refused}. refold optimize does it."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,18 @@ from refold.capture import trace
 from refold.command_line.errors import WrongInput
 from refold.command_line.inputs import NO_SIZES, inputs_for, placed
 from refold.command_line.models import Loaded, Source, load_model, rebuild
+from refold.command_line.storing_inputs import FILE as INPUTS
 from refold.command_line.storing_inputs import NotPlain, restore_inputs, store_inputs
-from refold.command_line.subject import DTYPES, chosen_device
+from refold.command_line.subject import DTYPES, check_runs, chosen_device
 from refold.command_line.writing import ABOUT, SCHEMA, umask
 from refold.fingerprint import fingerprint
 from refold.history import history
 from refold.optimizing.calls import Inputs, split
-from refold.saving import load, save
+from refold.recipes import UnknownRecipe
+from refold.saving import SaveError, load, save
+from refold.saving.folder import MANIFEST, account_for, checked_file
 
 VERSION = 1
-_SAVED = "manifest.json"
 
 
 @dataclass
@@ -94,6 +98,7 @@ def finish_folder(folder: Path, about: About) -> None:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     text = json.dumps(about.to_plain(files), indent=1, allow_nan=False)
     (folder / ABOUT).write_text(text + "\n", encoding="utf-8")
+    account_for(folder, *(name for name in (ABOUT, INPUTS) if (folder / name).exists()))
     for name in files:
         (folder / name).chmod(0o666 & ~umask())  # some writers make files that only their owner may read
 
@@ -106,12 +111,14 @@ def read_about(folder: Path) -> About | None:
     written it, so nothing in it is believed unseen."""
     if not folder.is_dir():
         raise WrongInput(f"There is no folder {folder}.")
-    if not (folder / ABOUT).exists() and (folder / _SAVED).exists():
-        return None
+    if not (folder / ABOUT).exists():
+        if (folder / MANIFEST).exists():
+            return None
+        raise WrongInput(f"{folder} is no folder that Refold saved: it has no {ABOUT}.")
+    with _folder_is_wrong():
+        checked_file(folder, ABOUT)
     try:
         data = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WrongInput(f"{folder} is no folder that Refold saved: it has no {ABOUT}.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise WrongInput(f"{folder / ABOUT} cannot be read: {error}.") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
@@ -148,10 +155,21 @@ def open_folder(folder: Path, named: Named) -> Opened:
     loaded = _base(about, named.model)
     inputs = _inputs(folder, about, named, loaded, device)
     model = loaded.model.to(device=device, dtype=DTYPES[about.dtype]).eval().requires_grad_(False)
+    check_runs(model, inputs)
     args, kwargs = split(inputs)
     with torch.no_grad():
         captured = trace(model, *args, dynamic=False, **kwargs)
-    return Opened(load(folder, graph_module=captured, device=str(device)), inputs, about)
+    with _folder_is_wrong():
+        return Opened(load(folder, graph_module=captured, device=str(device)), inputs, about)
+
+
+@contextmanager
+def _folder_is_wrong() -> Iterator[None]:
+    """Whatever file of a folder is damaged or does not fit, the folder is a wrong input."""
+    try:
+        yield
+    except (SaveError, UnknownRecipe) as reason:
+        raise WrongInput(str(reason)) from reason
 
 
 def _base(about: About, named: str | None) -> Loaded:
@@ -164,6 +182,12 @@ def _inputs(folder: Path, about: About, named: Named, loaded: Loaded, device: to
     if about.inputs is None:
         reason = about.run.get("inputs_left_out", "they were not stored")
         raise WrongInput(f"{folder} does not hold its inputs ({reason}). Give them: --inputs FILE.py:FUNCTION.")
+    return _stored_inputs(folder, about, device)
+
+
+def _stored_inputs(folder: Path, about: About, device: torch.device) -> Inputs:
+    with _folder_is_wrong():
+        checked_file(folder, INPUTS)
     return restore_inputs(about.inputs, folder, device)
 
 
@@ -176,7 +200,8 @@ def _open_bare(folder: Path, named: Named, device: torch.device) -> Opened:
     inputs = None
     if named.inputs is not None or loaded.inputs is not None:
         inputs = placed(inputs_for(loaded, NO_SIZES, named.inputs), device, None)
-    return Opened(load(folder, model, example_inputs=inputs, device=str(device)), inputs, None)
+    with _folder_is_wrong():
+        return Opened(load(folder, model, example_inputs=inputs, device=str(device)), inputs, None)
 
 
 def read_inputs(folder: Path) -> Inputs:
@@ -184,7 +209,7 @@ def read_inputs(folder: Path) -> Inputs:
     about = read_about(folder)
     if about is None or about.inputs is None:
         raise WrongInput(f"{folder} does not hold its inputs.")
-    return restore_inputs(about.inputs, folder, torch.device("cpu"))
+    return _stored_inputs(folder, about, torch.device("cpu"))
 
 
 def _stay_offline() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from refold.capturing.errors import NeedsInputs
 from refold.command_line.errors import WrongInput
 from refold.command_line.models import Loaded
 from refold.command_line.user_code import call, load_function
+from refold.command_line.wording import kind_of
 from refold.optimizing.calls import Inputs, as_call
 
 BATCH = 1
@@ -56,7 +57,7 @@ def inputs_for(loaded: Loaded, sizes: Sizes, function: str | None) -> Inputs:
         return _from_function(loaded.model, function)
     if loaded.inputs is not None:
         _refuse_sizes(sizes, f"{loaded.source.name}, which gives its own inputs,")
-        return as_call(loaded.inputs)
+        return _as_call(loaded.inputs, loaded.source.name)
     if loaded.source.kind == "timm":
         return _images(loaded.model, sizes)
     return _from_configuration(loaded.model, SizedInputs(loaded.model, sizes, loaded.image_size))
@@ -86,6 +87,14 @@ def _refuse_sizes(sizes: Sizes, what: str) -> None:
 def _from_function(model: nn.Module, text: str) -> Inputs:
     function = load_function(text, "--inputs")
     made = call(function, text, *([model] if _takes_one(function) else []))
+    return _as_call(made, text)
+
+
+def _as_call(made: Any, text: str) -> Inputs:
+    """What a user's function returned, as the arguments of a call."""
+    if not isinstance(made, torch.Tensor | Mapping | tuple | list):
+        kinds = "a dict of keyword arguments, a tuple of positional ones or a tensor"
+        raise WrongInput(f"{text} must return {kinds} as inputs; it returned {kind_of(made)}.")
     return as_call(made)
 
 

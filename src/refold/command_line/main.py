@@ -13,7 +13,8 @@ import typer
 
 from refold.command_line.app import app
 from refold.command_line.errors import ExitCode
-from refold.command_line.screen import printable
+from refold.command_line.running import tell_error, unread
+from refold.command_line.screen import Screen, ready_streams
 
 # typer has a click of its own in some versions; what it raises for wrong usage is the base of this in all of them
 UsageError: Any = typer.BadParameter.__base__
@@ -22,15 +23,20 @@ UsageError: Any = typer.BadParameter.__base__
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command."""
     _quieten()
+    ready_streams()
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        code = app(args=given, standalone_mode=False)
     except UsageError as error:
         if type(error).__name__ != "NoArgsIsHelpError":  # the help was shown already
             command = error.ctx.command_path if error.ctx is not None else "refold"
-            sys.stderr.write(f"refold: {printable(error.format_message())} ({command} --help tells more)\n")
+            sentence = f"{error.format_message()} ({command} --help tells more)"
+            tell_error(Screen(as_json="--json" in given), ExitCode.WRONG_INPUT, sentence)
         return int(ExitCode.WRONG_INPUT)
     except (typer.Abort, KeyboardInterrupt):
         return int(ExitCode.INTERRUPTED)
+    except SystemExit:  # so typer ends where nobody reads its help
+        return unread()
     return int(code or 0)
 
 
@@ -41,4 +47,4 @@ def _quieten() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.simplefilter("ignore")
     for name in ("torch", "torch.onnx", "onnxscript", "onnx_ir", "transformers", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they log as an error, they also raise

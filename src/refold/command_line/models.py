@@ -17,6 +17,7 @@ from refold.command_line.configurations import config_from, model_class, model_f
 from refold.command_line.errors import WrongInput
 from refold.command_line.examples import example_named
 from refold.command_line.user_code import call, load_function, names_a_function
+from refold.command_line.wording import kind_of
 from refold.command_line.writing import ABOUT
 
 FORMS = "a transformers folder or hub name, timm:NAME, FILE.py:FACTORY, or example:NAME"
@@ -61,6 +62,8 @@ class Loaded:
 
 def load_model(text: str) -> Loaded:
     """The model that a person named."""
+    if not text.strip():
+        raise WrongInput(f"MODEL is empty: it must be {FORMS}.")
     if text.startswith("example:"):
         name = text.removeprefix("example:")
         example = example_named(name)
@@ -71,6 +74,8 @@ def load_model(text: str) -> Loaded:
         return _from_file(text)
     if text.endswith(".py"):
         raise WrongInput(f"{text} is a file: name the function in it that makes the model, as {text}:FUNCTION.")
+    if Path(text).is_file():
+        raise WrongInput(f"{text} is a file, and MODEL must be {FORMS}.")
     return _from_folder(Path(text)) if Path(text).is_dir() else _from_hub(text)
 
 
@@ -98,7 +103,7 @@ def _from_file(text: str) -> Loaded:
     made = call(load_function(text, "MODEL"), text)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise WrongInput(f"{text} must return an nn.Module, or one and its inputs; it returned {type(model).__name__}.")
+        raise WrongInput(f"{text} must return an nn.Module, or one and its inputs; it returned {kind_of(model)}.")
     return Loaded(model.eval(), Source("file", text), inputs)
 
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import RenderableType
 from torch.fx import GraphModule
 
 from refold.command_line.choosing import chosen
-from refold.command_line.errors import ExitCode
+from refold.command_line.errors import ExitCode, WrongInput
 from refold.command_line.folders import About, fill_folder, fingerprints, finish_folder
 from refold.command_line.progress import told
 from refold.command_line.screen import Screen
-from refold.command_line.subject import Subject, Wanted, prepare
+from refold.command_line.subject import Subject, Wanted, chosen_device, prepare
 from refold.command_line.tables import Column, grouped, table
 from refold.command_line.writing import check_place, new_folder
 from refold.executors import executor_named
@@ -47,8 +48,7 @@ def optimize_model(screen: Screen, wanted: Wanted, order: Order) -> ExitCode:
     check_place(order.out, order.overwrite)
     steps = chosen(order.level, order.pipeline)
     pipeline_to_text(steps)
-    if order.backend != "auto":
-        executor_named(order.backend)
+    _check_backend(order.backend, chosen_device(wanted.device))
     start = time.monotonic()
     with told(screen) as tell:
         tell(f"loading {wanted.model}", 0.0)
@@ -69,6 +69,14 @@ def optimize_model(screen: Screen, wanted: Wanted, order: Order) -> ExitCode:
         return ExitCode.FAILED
     _show(screen, subject, report, order.out, time.monotonic() - start)
     return ExitCode.DONE
+
+
+def _check_backend(name: str, device: torch.device) -> None:
+    if name == "auto":
+        return
+    reason = executor_named(name).available(device)
+    if reason is not None:
+        raise WrongInput(f"--backend {name} cannot be used here: {reason}.")
 
 
 def _write(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +11,12 @@ _MODEL = "A transformers folder or hub name, timm:NAME, FILE.py:FACTORY, or exam
 _SIZES = "Inputs"
 _PLACE = "Machine"
 _OUTPUT = "Output"
+
+
+def _switch(name: str, help: str, panel: str | None = None) -> Any:
+    """An option without a value."""
+    return typer.Option(name, metavar="", help=help, rich_help_panel=panel)
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that refold optimize wrote.")]
@@ -36,7 +42,7 @@ ImageSize = Annotated[
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:NUMBER (cpu).", rich_help_panel=_PLACE)]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, float16 or bfloat16 (the model's own).", rich_help_panel=_PLACE)
+    str | None, typer.Option(help="float32, float16, bfloat16 or float64 (the model's own).", rich_help_panel=_PLACE)
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads (torch's choice).", rich_help_panel=_PLACE)]
 
@@ -50,10 +56,8 @@ Backend = Annotated[str, typer.Option(help="auto, or the one executor to use (re
 TimeBudget = Annotated[
     float, typer.Option(metavar="SECONDS", min=0, help="Begin nothing new after this time; 0 is no limit.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DIR if Refold wrote it.")]
+Overwrite = Annotated[bool, _switch("--overwrite", "Replace DIR if Refold wrote it.")]
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="One JSON object on stdout and nothing else.", rich_help_panel=_OUTPUT)
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT)]
-All = Annotated[bool, typer.Option("--all", help="Shorten nothing.", rich_help_panel=_OUTPUT)]
+AsJson = Annotated[bool, _switch("--json", "One JSON object on stdout and nothing else.", _OUTPUT)]
+Debug = Annotated[bool, _switch("--debug", "Show the traceback of an error.", _OUTPUT)]
+All = Annotated[bool, _switch("--all", "Shorten nothing.", _OUTPUT)]

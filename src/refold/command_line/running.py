@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from types import FrameType
 
 from refold.capturing.errors import CaptureError, NeedsInputs
 from refold.command_line.errors import ExitCode, Terminated, WrongInput
-from refold.command_line.screen import Screen, printable, quiet_stdout
+from refold.command_line.screen import Screen, quiet_stdout
 from refold.errors import RefoldError
 from refold.executors import UnknownExecutor
 from refold.optimizing.calls import BadExample
@@ -31,15 +30,22 @@ def run(work: Work, *, as_json: bool = False, debug: bool = False) -> int:
         screen = Screen(as_json=as_json, out=out)
         try:
             return int(work(screen) or ExitCode.DONE)
-        except BrokenPipeError:  # the reader (head, less) has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return int(ExitCode.DONE)
-        except (Exception, KeyboardInterrupt, Terminated) as error:
+        except BrokenPipeError:
+            return unread()
+        except (Exception, SystemExit, KeyboardInterrupt, Terminated) as error:
             if debug:
                 traceback.print_exc()
             code, sentence = explain(error)
-            _tell(screen, code, sentence)
+            tell_error(screen, code, sentence)
             return int(code)
+
+
+def unread() -> int:
+    """The exit code where the reader of stdout (head, less) has seen enough; what is left in buffers goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    return int(ExitCode.UNREAD)
 
 
 def explain(error: BaseException) -> tuple[ExitCode, str]:
@@ -65,10 +71,11 @@ def one_line(error: BaseException) -> str:
     return text if len(text) < 1200 else f"{text[:1200]} …"
 
 
-def _tell(screen: Screen, code: ExitCode, sentence: str) -> None:
+def tell_error(screen: Screen, code: ExitCode, sentence: str) -> None:
+    """Say in one sentence why a command ended; with --json, as an object too."""
     if screen.as_json:
         screen.show({"error": sentence, "exit_code": int(code)})
-    screen.tell(f"refold: {printable(sentence)}")
+    screen.tell(f"refold: {sentence}")
 
 
 @contextmanager

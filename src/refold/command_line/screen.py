@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -22,10 +23,10 @@ class Screen:
     def __init__(self, *, as_json: bool = False, out: TextIO | None = None) -> None:
         self.as_json = as_json
         self._out = out or sys.stdout
-        self.out = Console(file=self._out, highlight=False, markup=False, emoji=False)
+        self.out = _Console(file=self._out, highlight=False, markup=False, emoji=False)
         if not self.out.is_terminal:
             self.out.width = _WIDTH  # a file or a pipe has room for whole tables
-        self.err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.err = _Console(stderr=True, highlight=False, markup=False, emoji=False)
 
     def tell(self, message: str) -> None:
         """Say something to the person at the terminal."""
@@ -40,6 +41,23 @@ class Screen:
         for part in parts:
             shown = Text(printable(part)) if isinstance(part, str) else part
             self.out.print(shown, soft_wrap=isinstance(shown, Text))
+
+
+class _Console(Console):
+    """A console that leaves it to the command what a reader that went away means; rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def ready_streams() -> None:
+    """Let both streams write signs that their encoding does not have, as escapes: a message about a file called é must
+    not be an error of its own where the terminal knows only ASCII. A stdout that is closed takes everything."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from refold.command_line.folders import About, Named, open_folder, read_about
 from refold.command_line.screen import Screen, printable
+from refold.command_line.wording import counted
 from refold.history import history
 
 _MOST_LINES = 12
@@ -26,7 +27,7 @@ def show_folder(screen: Screen, folder: Path, named: Named, *, everything: bool)
     for number, change in enumerate(changes, 1):
         parts += _lines(number, change, most)
     held = sum(change["bytes"] for change in changes)
-    total = f"{len(changes)} changes; {held:,} bytes are held so that they can be undone."
+    total = f"{counted(len(changes), 'change')}; {held:,} bytes are held so that it can all be undone."
     data = {"folder": str(folder), "changes": changes, "bytes_held": held} | _origin(about)
     screen.show(data, _head(folder, about), *parts, total if changes else "Nothing is changed: this is the original.")
 

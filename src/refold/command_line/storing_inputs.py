@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from refold.command_line.errors import WrongInput
+from refold.command_line.wording import kind_of
 from refold.optimizing.calls import Inputs
 
 FILE = "inputs.safetensors"
@@ -39,7 +40,7 @@ def _form(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {"dict": {key: _form(v, tensors) for key, v in value.items()}}
     if value is None or type(value) in (bool, int, float, str):
         return {"value": value}
-    raise NotPlain(f"an input is a {type(value).__name__}")
+    raise NotPlain(f"an input is {kind_of(value)}")
 
 
 def restore_inputs(form: Any, folder: Path, device: torch.device) -> Inputs:

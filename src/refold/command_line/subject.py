@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from refold.capture import trace
+from refold.capturing.restoring import untouched
 from refold.command_line.errors import WrongInput
 from refold.command_line.inputs import NO_SIZES, Sizes, inputs_for, placed
 from refold.command_line.models import Source, load_model
@@ -53,14 +55,13 @@ class Subject:
 
     def describe(self) -> dict[str, Any]:
         """For JSON."""
-        shapes = self.inputs.items() if isinstance(self.inputs, dict) else enumerate(self.inputs)
         return {
             "model": self.source.name,
             "class": type(self.model).__name__,
             "device": str(self.device),
             "dtype": self.dtype,
             "threads": torch.get_num_threads(),
-            "inputs": {str(name): _shape(value) for name, value in shapes},
+            "inputs": _shapes(self.inputs),
         }
 
 
@@ -72,7 +73,24 @@ def prepare(wanted: Wanted) -> Subject:
     loaded = load_model(wanted.model)
     inputs = inputs_for(loaded, wanted.sizes, wanted.inputs)
     model = loaded.model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    return Subject(model, placed(inputs, device, dtype), loaded.source, device)
+    subject = Subject(model, placed(inputs, device, dtype), loaded.source, device)
+    check_runs(subject.model, subject.inputs)
+    return subject
+
+
+def check_runs(model: nn.Module, inputs: Inputs) -> None:
+    """Run the model once as it is: where it fails by itself, no capture has to find that out. Nothing is left behind in
+    the model or in the inputs."""
+    args, kwargs = split(copy.deepcopy(inputs))
+    try:
+        with untouched(model), torch.no_grad():
+            model(*args, **kwargs)
+    except (Exception, SystemExit) as error:
+        named = isinstance(inputs, dict)
+        shapes = ", ".join(f"{name} {shape}" if named else shape for name, shape in _shapes(inputs).items())
+        raise WrongInput(
+            f"{type(model).__name__} does not run on these inputs ({shapes}): {type(error).__name__}: {error}"
+        ) from error
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -101,6 +119,11 @@ def use_threads(number: int | None) -> None:
     """Let torch use that many threads."""
     if number is not None:
         torch.set_num_threads(number)
+
+
+def _shapes(inputs: Inputs) -> dict[str, Any]:
+    named = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+    return {str(name): _shape(value) for name, value in named}
 
 
 def _shape(value: Any) -> Any:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from refold.command_line.errors import ExitCode, WrongInput
-from refold.command_line.folders import About, Named, Opened, differing, fill_folder, finish_folder, open_folder
+from refold.command_line.folders import Named, Opened, differing, fill_folder, finish_folder, open_folder
 from refold.command_line.screen import Screen
+from refold.command_line.wording import counted
 from refold.command_line.writing import check_place, new_folder
 from refold.history import history, undo
 from refold.saving import save
-
-_CARRIED = ("report.html", "report.json", "pipeline.yaml")
 
 
 def undo_folder(
@@ -28,12 +26,12 @@ def undo_folder(
     if not before:
         raise WrongInput(f"{folder} holds the original already: there is nothing to undo.")
     if changes is not None and changes > before:
-        raise WrongInput(f"{changes} changes cannot be undone: {folder} holds {before}.")
+        raise WrongInput(f"{counted(changes, 'change')} cannot be undone: {folder} holds {before}.")
     labels = [change.label for change in history(gm)][-(changes or before) :]
     undo(gm, changes)
     different, compared = _compared(opened)
     if not different:
-        _write(opened, folder, place, overwrite or out is None)
+        _write(opened, place, overwrite or out is None)
     left = len(history(gm))
     data = {"folder": str(place), "undone": labels[::-1], "left": left, "compared": compared, "different": different}
     screen.show(data, *(f"undone: {label}" for label in labels[::-1]), _sentence(place, left, compared, different))
@@ -47,23 +45,16 @@ def _compared(opened: Opened) -> tuple[list[str], int]:
     return differing(opened.graph_module, opened.about.original)
 
 
-def _write(opened: Opened, source: Path, place: Path, overwrite: bool) -> None:
+def _write(opened: Opened, place: Path, overwrite: bool) -> None:
+    """The report is left behind: it speaks of rewrites that this model does not have."""
     if opened.about is None:
         save(opened.graph_module, place)
         return
     with new_folder(place, overwrite) as fresh:
         about = opened.about
+        about.run = {key: value for key, value in about.run.items() if key != "report"} | {"undone": True}
         fill_folder(fresh, opened.graph_module, about, opened.inputs)
-        _carry(source, fresh, about)
         finish_folder(fresh, about)
-
-
-def _carry(source: Path, fresh: Path, about: About) -> None:
-    """The record of the run that made the folder stays with it."""
-    about.run["undone"] = True
-    for name in _CARRIED:
-        if (source / name).is_file() and not (source / name).is_symlink():
-            shutil.copyfile(source / name, fresh / name)
 
 
 def _sentence(place: Path, left: int, compared: int, different: list[str]) -> str:
@@ -71,10 +62,6 @@ def _sentence(place: Path, left: int, compared: int, different: list[str]) -> st
         names = ", ".join(different[:5])
         return f"{len(different)} of {compared} tensors are not what they were ({names}); {place} was not written."
     if left:
-        return f"{place} holds the model with {left} change{'s' if left > 1 else ''} left."
+        return f"{place} holds the model with {counted(left, 'change')} left."
     checked = f"all {compared} tensors are bit for bit what they were" if compared else "every change is undone"
     return f"{place} holds the original: {checked}."
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"

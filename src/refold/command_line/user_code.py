@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from refold.command_line.errors import WrongInput
+from refold.command_line.wording import kind_of
 
 
 def names_a_function(text: str) -> bool:
@@ -30,7 +31,7 @@ def load_function(text: str, what: str) -> Callable[..., Any]:
     if callable(found):
         return found
     if found is not None:
-        raise WrongInput(f"{name} in {file} is a {type(found).__name__}, and a function (or class) is needed.")
+        raise WrongInput(f"{name} in {file} is {kind_of(found)}, and a function (or class) is needed.")
     known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     raise WrongInput(f"{file} has no function {name}. It has: {', '.join(known) or 'none'}.")
 
@@ -39,7 +40,7 @@ def call(function: Callable[..., Any], text: str, *args: Any) -> Any:
     """Call a user's function; what it raises is told as one sentence."""
     try:
         return function(*args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WrongInput(f"{text} raised {type(error).__name__}: {error}") from error
 
 
@@ -54,6 +55,6 @@ def _run(path: Path) -> Any:
         sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WrongInput(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

@@ -25,9 +25,9 @@ def check_place(place: Path, overwrite: bool) -> None:
     if place.exists() and not place.is_dir():
         raise WrongInput(f"{place} is a file, and a folder is to be written there. Choose another name.")
     if place.is_dir() and any(place.iterdir()):
+        _check_ours(place)
         if not overwrite:
             raise WrongInput(f"{place} exists already. Choose another folder, or give --overwrite to replace it.")
-        _check_ours(place)
     parent = next(p for p in place.absolute().parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise WrongInput(f"{place} cannot be written: {parent} is no folder that you may write to.")
@@ -40,7 +40,7 @@ def _check_ours(place: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         known = set()
     if not known:
-        raise WrongInput(f"{place} was not written by Refold, so it is not replaced. Choose another folder.")
+        raise WrongInput(f"{place} exists already, and refold optimize did not write it. Choose another folder.")
     others = sorted(str(p.relative_to(place)) for p in place.rglob("*") if not p.is_dir())
     others = [name for name in others if name not in known]
     if others:

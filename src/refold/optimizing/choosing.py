@@ -62,7 +62,7 @@ def choose(
 ) -> Choice:
     """Prepare, check and time the executors; the fastest correct one wins. Rewrites are measured as plain graphs, and
     an engine with rewrites of its own may do better without: the winner is tried on the `untouched` graph as well."""
-    wanted = executors(device) if backend == "auto" else {backend: _available(backend, device)}
+    wanted = executors(device) if backend == "auto" else {backend: available_executor(backend, device)}
     left_out = unavailable(device) if backend == "auto" else {}
     ready, grades = prepare_checked(wanted, module, inputs, reference, level, budget, tell, left_out)
     if not ready and backend != "auto":
@@ -160,7 +160,8 @@ def _why_not_now(executor: Executor, ready: Collection[str], level: str, budget:
     return None
 
 
-def _available(name: str, device: torch.device) -> Executor:
+def available_executor(name: str, device: torch.device) -> Executor:
+    """The executor of that name, if it can be used on this device."""
     executor = executor_named(name)
     reason = executor.available(device)
     if reason is not None:

@@ -86,9 +86,21 @@ def _made(model: Model, device: str | None) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
+        raise SaveError(f"a model, its class or a function that makes it is needed, not {type(model).__name__}.")
+    try:
+        made = _made_on(model, device)
+    except Exception as error:
+        name = getattr(model, "__qualname__", repr(model))
         raise SaveError(
-            f"a model, its class or a function that makes it is needed, and a {type(model).__name__} was given."
-        )
+            f"{name} could not make the model: {type(error).__name__}: {error}. Give the model itself, or a function "
+            f"without arguments that makes it."
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise SaveError(f"{model!r} gave no model but {type(made).__name__}.")
+    return made
+
+
+def _made_on(model: Callable[[], nn.Module], device: str | None) -> nn.Module:
     if device is None:
         return model()
     try:

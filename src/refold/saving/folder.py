@@ -59,13 +59,23 @@ def _check_place(folder: Path) -> None:
 
 def _seal(fresh: Path) -> None:
     """Write the list of files with their sizes and hashes, and bring everything onto the disk."""
-    files = {}
-    for path in sorted(fresh.iterdir()):
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    write_bytes(fresh / MANIFEST, plain_json({"format": FORMAT, "version": VERSION, "files": files}))
-    _sync_folder(fresh)
+    _write_manifest(fresh, {path.name: _facts(path) for path in sorted(fresh.iterdir())})
+
+
+def account_for(folder: Path, *names: str) -> None:
+    """Put more files of a saved folder on its list, so that a changed byte in them is noticed."""
+    _write_manifest(folder, _manifest(folder) | {name: _facts(folder / name) for name in names})
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _write_manifest(folder: Path, files: dict[str, Any]) -> None:
+    write_bytes(folder / MANIFEST, plain_json({"format": FORMAT, "version": VERSION, "files": files}))
+    _sync_folder(folder)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -163,13 +173,18 @@ def _is_alive(process: int) -> bool:
 def checked_files(folder: Path) -> dict[str, Path]:
     """The files of a saved folder by name, after every one was checked: kind, size and hash."""
     tidy(folder)
-    manifest = _manifest(folder)
     found: dict[str, Path] = {}
-    for name, facts in manifest.items():
+    for name, facts in _manifest(folder).items():
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or not isinstance(facts, dict):
             raise SaveError(f"{folder / MANIFEST} names the file {name!r}, which is no plain file name: refused.")
         found[name] = _checked(folder / name, facts)
     return found
+
+
+def checked_file(folder: Path, name: str) -> Path:
+    """One file of a saved folder, checked if it is on the list (older versions listed the model's own files only)."""
+    facts = _manifest(folder).get(name)
+    return _checked(folder / name, facts) if isinstance(facts, dict) else folder / name
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
