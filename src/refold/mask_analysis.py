@@ -126,7 +126,7 @@ class Analysis:
             return _as_noted(apply(operands), operands.noted)
         except NotUnderstood as reason:
             return Unknown(str(reason))
-        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError):
             return blocked or Unknown(f"the arguments of {node.name} are not understood")
 
     def _operands(self, node: Node) -> Operands:
