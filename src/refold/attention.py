@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from refold.match import bind, example_value
+from refold.aliasing import switches_mode, writes_to
+from refold.match import GraphView, bind, example_value
 
 aten = torch.ops.aten
 
@@ -50,6 +51,15 @@ def match_attention(node: Node) -> Attention | str | None:
     return Attention(node, **given)
 
 
+def why_not_read_later(view: GraphView, value: Node, at: Node, later: Node) -> str | None:
+    """Why a value that is read at one node must not be read at a later one instead, as a sentence."""
+    writer = writes_to(view.gm, value, view.writers_between(at, later))
+    if writer is not None:
+        return f"{writer.name} writes into {value.name} before {later.name}"
+    switch = next(filter(switches_mode, view.nodes[view.position[at] : view.position[later]]), None)
+    return None if switch is None else f"{switch.name} switches modes before {later.name}"
+
+
 def same_size(a: Any, b: Any) -> bool:
     """Whether two noted sizes are surely equal: the same number, or the same symbolic expression."""
     return str(a) == str(b)
@@ -64,3 +74,9 @@ def size_of(node: Node, dim: int) -> Any:
     """A noted size of a node's value; None where it was not noted."""
     noted = example_value(node)
     return noted.shape[dim] if noted is not None and -noted.dim() <= dim < noted.dim() else None
+
+
+def proves_sizes(noted: torch.Tensor) -> bool:
+    """Whether noted sizes hold for every run: an export guards them, an example that was run through does not."""
+    mode = getattr(noted, "fake_mode", None)
+    return mode is not None and mode.shape_env is not None

@@ -11,34 +11,57 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from refold.attention import same_size, same_sizes
+from refold import fx_private
+from refold.attention import same_size, same_sizes, why_not_read_later
 from refold.index_expressions import Unknown
 from refold.mask_analysis import Analysis
-from refold.match import GraphView, example_value, rank_of
+from refold.mask_bounds import MaskBounds
+from refold.match import GraphView, example_value, rank_of, why_not_plain
+from refold.no_ops import NoOp, match_no_op, noted_dtypes_hold
 from refold.purity import drops_nothing, name_of
 
 _PRODUCTS = {"matmul", "bmm", "__matmul__"}
 _CASTS = {"to", "_to_copy", "float", "type_as", "half", "bfloat16", "type"}
 _DROPOUTS = {"dropout", "alias", "clone"}
+_SOFTMAXES = {"softmax", "_softmax", "_safe_softmax"}
 
 
 @dataclass(frozen=True)
 class Written:
-    """Attention written out: `softmax(scale·query·keysᵀ + mask)·value`; `keys` is what the query is multiplied with."""
+    """Attention written out: `softmax(scale·query·keysᵀ + mask)·value`; `keys` is what the query is multiplied with.
 
-    query: Node
-    keys: Node
-    value: Node
-    masks: tuple[Node, ...]
+    The operands are read from the nodes when they are asked for: another rewrite may have replaced them since."""
+
+    sums: tuple[tuple[Node, int], ...]
+    """The additions of masks, and which of its arguments the mask is."""
     scale: float
     softmax: Node
-    last: Node
     nodes: tuple[Node, ...]
+
+    @property
+    def scores(self) -> Node:
+        """The product of query and keys."""
+        return self.nodes[0]
+
+    @property
+    def last(self) -> Node:
+        """The product with the values."""
+        return self.nodes[-1]
+
+    @property
+    def operands(self) -> tuple[Node, Node, Node]:
+        """Query, keys and value."""
+        return (*self.scores.args[:2], self.last.args[1])  # type: ignore[return-value]
+
+    @property
+    def masks(self) -> tuple[Node, ...]:
+        """What is added to the scores."""
+        return tuple(node.args[place] for node, place in self.sums)  # type: ignore[misc]
 
     @property
     def key(self) -> Node | None:
         """The keys before they were transposed, where they were."""
-        return _untransposed(self.keys)
+        return _untransposed(self.operands[1])
 
 
 class _No(Exception):
@@ -51,24 +74,39 @@ def match_written(view: GraphView, node: Node) -> Written | str | None:
         return None
     try:
         last, behind = _follow(view, node)
-        scores, masks, scale, before = _trace_back(view, node.args[0], node)
+        scores, sums, scale, before = _trace_back(node.args[0], node)
     except _No as reason:
         return str(reason) or None
-    query, keys = scores.args[:2]
-    value = last.args[1]
-    if not all(isinstance(n, Node) for n in (query, keys, value)):
+    if not all(isinstance(n, Node) for n in (*scores.args, last.args[1])):
         return None
-    nodes = (scores, *before, node, *behind, last)
-    return Written(query, keys, value, masks, scale, node, last, nodes)  # type: ignore[arg-type]
+    found = Written(sums, scale, node, (scores, *before, node, *behind, last))
+    if not set(found.nodes).isdisjoint((*found.operands, *found.masks)):
+        return "its scores or weights are also operands of it"
+    return _why_module(view, node) or found
+
+
+def _called(node: Node) -> str:
+    """The bare name of the function or method that a node calls; modules, whatever their names, have none."""
+    return name_of(node) if node.op in ("call_function", "call_method") else ""
+
+
+def _argument(node: Node, place: int, name: str) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
 def _is_softmax(view: GraphView, node: Node) -> bool:
+    if not node.args:
+        return False
     if node.op == "call_module":
         module = view.module(str(node.target))
-        return type(module) is nn.Softmax and _is_last(module.dim, node)
-    if node.op not in ("call_function", "call_method") or name_of(node) not in ("softmax", "_softmax", "_safe_softmax"):
-        return False
-    return bool(node.args) and _is_last(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim"), node)
+        return isinstance(module, nn.Softmax) and _is_last(module.dim, node)
+    plain = _called(node) in _SOFTMAXES and node.kwargs.get("out") is None
+    return plain and _is_last(_argument(node, 1, "dim"), node)
+
+
+def _why_module(view: GraphView, softmax: Node) -> str | None:
+    module = view.module(str(softmax.target)) if softmax.op == "call_module" else None
+    return why_not_plain(module, (nn.Softmax,)) if module is not None else None
 
 
 def _is_last(dim: Any, node: Node) -> bool:
@@ -98,8 +136,7 @@ def _follow(view: GraphView, softmax: Node) -> tuple[Node, list[Node]]:
 
 
 def _is_product(node: Node) -> bool:
-    plain = node.op in ("call_function", "call_method") and len(node.args) == 2 and not node.kwargs
-    return plain and name_of(node) in _PRODUCTS
+    return _called(node) in _PRODUCTS and len(node.args) == 2 and not node.kwargs
 
 
 def _passes(view: GraphView, node: Node, value: Node) -> bool:
@@ -108,40 +145,55 @@ def _passes(view: GraphView, node: Node, value: Node) -> bool:
         return False
     if node.op == "call_module":
         module = view.module(str(node.target))
-        return type(module) in (nn.Dropout, nn.Identity) and (not module.training or type(module) is nn.Identity)  # type: ignore[union-attr]
-    name = name_of(node)
+        if isinstance(module, nn.Dropout | nn.Identity) and fx_private.has_hooks(module):
+            raise _No(f"hooks are registered on {node.target}, which its attention weights pass")
+        return isinstance(match_no_op(view, node), NoOp)
+    name = _called(node)
     return name in _CASTS or (name in _DROPOUTS and (name != "dropout" or drops_nothing(node)))
 
 
 # --- backwards: mask and scale, then the product of query and keys ---------------------------------------------------
 
 
-def _trace_back(view: GraphView, node: Node, softmax: Node) -> tuple[Node, tuple[Node, ...], float, list[Node]]:
-    masks: tuple[Node, ...] = ()
+def _trace_back(node: Node, softmax: Node) -> tuple[Node, tuple[tuple[Node, int], ...], float, list[Node]]:
+    sums: tuple[tuple[Node, int], ...] = ()
     scale = 1.0
     passed: list[Node] = []
     reader = softmax
     while not _is_product(node):
         if list(node.users) != [reader]:
             raise _No("" if not _leads_to_product(node) else f"{node.name}, of its scores, is also read by others")
-        reader, name = node, name_of(node)
+        reader, name, factor = node, _called(node), _factor(node)
         passed.insert(0, node)
-        if name in ("add", "add_") and not _is_number(node.args[1]):
+        if factor is not None:
+            scale *= factor
+            node = _first(node)
+        elif name in ("add", "add_"):
+            place = _place_of_mask(node)
             if scale != 1.0:
                 raise _No("its mask is scaled with its scores")
-            node, mask = _split_sum(node)
-            masks = (mask, *masks)
-        elif name in ("mul", "mul_", "div", "div_", "truediv", "true_divide") and _is_number(node.args[1]):
-            factor = float(node.args[1])  # type: ignore[arg-type]
-            scale = scale * factor if name.startswith("mul") else scale / factor if factor else 0.0
-            node = _first(node)
+            sums = ((node, place), *sums)
+            node = node.args[1 - place]  # type: ignore[assignment]
         elif name in _CASTS or name in ("alias", "contiguous"):
             node = _first(node)
         else:
             raise _No(_why_strange(node, name))
     if list(node.users) != [reader]:
         raise _No(f"{node.name}, its scores, is also read by others")
-    return node, masks, scale, passed
+    return node, sums, scale, passed
+
+
+_SCALES = {"mul", "mul_", "div", "div_", "truediv", "true_divide"}
+
+
+def _factor(node: Node) -> float | None:
+    """What a node multiplies its input with, if that is a number and all that it does."""
+    if _called(node) not in _SCALES or len(node.args) + len(node.kwargs) != 2:
+        return None
+    number = _argument(node, 1, "other")
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        return None
+    return float(number) if _called(node).startswith("mul") else 1 / number if number else 0.0
 
 
 def _why_strange(node: Node, name: str) -> str:
@@ -149,9 +201,9 @@ def _why_strange(node: Node, name: str) -> str:
         return ""
     if name.startswith("masked_fill") or name == "where":
         return f"{name} masks its scores, and where a whole row is masked fused attention gives 0 instead"
-    if name in ("mul", "mul_", "div", "div_", "truediv"):
+    if name in _SCALES and node.kwargs.get("rounding_mode") is None:
         return "the scale of its scores is computed"
-    return f"{name} changes its scores"
+    return f"{name or node.target} changes its scores"
 
 
 def _leads_to_product(node: Node) -> bool:
@@ -165,28 +217,23 @@ def _leads_to_product(node: Node) -> bool:
 
 
 def _first(node: Node) -> Node:
-    if not isinstance(node.args[0], Node):
+    if not node.args or not isinstance(node.args[0], Node):
         raise _No("")
     return node.args[0]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _split_sum(node: Node) -> tuple[Node, Node]:
-    """Which summand of `scores + mask` the scores are."""
+def _place_of_mask(node: Node) -> int:
+    """Which summand of `scores + mask` the mask is."""
     if len(node.args) != 2 or node.kwargs or not all(isinstance(a, Node) for a in node.args):
-        raise _No("")
-    a, b = node.args
-    if _leads_only_to_scores(a):
-        return a, b  # type: ignore[return-value]
-    if name_of(node) == "add" and _leads_only_to_scores(b):
-        return b, a  # type: ignore[return-value]
+        raise _No(f"{_called(node)} changes its scores" if _leads_to_product(node) else "")
+    if _leads_only_to_scores(node.args[0]):
+        return 1
+    if _called(node) == "add" and _leads_only_to_scores(node.args[1]):
+        return 0
     raise _No("")
 
 
-_STEPS = {"mul", "mul_", "div", "div_", "truediv", "true_divide", "add", "add_"} | _CASTS
+_STEPS = _SCALES | {"add", "add_"} | _CASTS
 
 
 def _leads_only_to_scores(node: Any, depth: int = 8) -> bool:
@@ -194,18 +241,18 @@ def _leads_only_to_scores(node: Any, depth: int = 8) -> bool:
         return False
     if _is_product(node):
         return True
-    if name_of(node) not in _STEPS:
+    if _called(node) not in _STEPS:
         return False
-    summands = node.args[:2] if name_of(node) == "add" else node.args[:1]
+    summands = node.args[:2] if _called(node) == "add" else node.args[:1]
     return any(_leads_only_to_scores(n, depth - 1) for n in summands)
 
 
 def _untransposed(keys: Node) -> Node | None:
-    if keys.op not in ("call_function", "call_method") or not keys.args or not isinstance(keys.args[0], Node):
+    if _called(keys) != "transpose" or not keys.args or not isinstance(keys.args[0], Node):
         return None
     rank = rank_of(keys)
     dims = keys.args[1:3]
-    if name_of(keys) == "transpose" and len(dims) == 2 and all(isinstance(d, int) for d in dims):
+    if len(dims) == 2 and all(isinstance(d, int) for d in dims):
         ends = {-1, -2} if rank is None else {rank - 1, rank - 2}
         given = set(dims) if rank is None else {d % rank for d in dims}  # type: ignore[operator]
         return keys.args[0] if given == ends else None
@@ -215,16 +262,26 @@ def _untransposed(keys: Node) -> Node | None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def why_not_fusible(view: GraphView, found: Written, analysis: Callable[[], Analysis]) -> str | None:
+def why_not_fusible(
+    view: GraphView, found: Written, bounds: MaskBounds, analysis: Callable[[], Analysis]
+) -> str | None:
     """Why attention that is written out cannot become one call, as a sentence."""
     if not found.scale > 0 or not math.isfinite(found.scale):
         return f"its scores are scaled by {found.scale}"
-    operands = (found.query, found.keys, found.value)
-    noted = [example_value(n) for n in operands]
-    if any(t is None for t in noted):
+    noted = [example_value(n) for n in found.operands]
+    steps = [example_value(n) for n in found.nodes]
+    if any(t is None for t in (*noted, *steps)):
         return "the sizes of its operands are not noted"
-    reasons = (_why_mask(mask, found, noted[0], analysis) for mask in found.masks)  # type: ignore[arg-type]
-    return _why_shapes(noted) or next((reason for reason in reasons if reason is not None), None)  # type: ignore[arg-type]
+    reason = _why_shapes(noted) or _why_steps(noted[0], steps)  # type: ignore[arg-type]
+    reads = [(n, found.scores) for n in found.operands[:2]] + [(n.args[place], n) for n, place in found.sums]
+    moved = (why_not_read_later(view, value, at, found.last) for value, at in reads)  # type: ignore[arg-type]
+    reason = reason or next((r for r in moved if r is not None), None)
+    if reason is not None or not found.masks:
+        return reason
+    if not noted_dtypes_hold(view):
+        return "the dtypes that capture noted no longer hold: the module was cast since"
+    reasons = (_why_mask(mask, noted[0], steps[0]) for mask in found.masks)  # type: ignore[arg-type]
+    return next((r for r in reasons if r is not None), None) or _why_may_block(found, bounds, analysis)
 
 
 def _why_shapes(noted: list[torch.Tensor]) -> str | None:
@@ -241,15 +298,23 @@ def _why_shapes(noted: list[torch.Tensor]) -> str | None:
     return None
 
 
-def _why_mask(node: Node, found: Written, query: torch.Tensor, analysis: Callable[[], Analysis]) -> str | None:
-    mask, scores = example_value(node), example_value(found.nodes[0])
-    if mask is None or scores is None:
+def _why_steps(query: torch.Tensor, steps: list[torch.Tensor]) -> str | None:
+    """Between the products, numbers may be more exact than the query's, not less."""
+    coarse = next((t.dtype for t in steps if torch.promote_types(query.dtype, t.dtype) != t.dtype), None)
+    if coarse is not None:
+        return f"its scores or weights are rounded to {coarse}"
+    return None if all(t.device == query.device for t in steps) else "its scores or weights change the device"
+
+
+def _why_mask(node: Node, query: torch.Tensor, scores: torch.Tensor) -> str | None:
+    mask = example_value(node)
+    if mask is None:
         return "the sizes of its mask are not noted"
     if mask.dtype != query.dtype:
         return f"its mask is of {mask.dtype} and its query of {query.dtype}"
     if mask.dim() < 2 or mask.dim() > scores.dim() or not _broadcasts(mask, scores):
         return "its mask is not as wide as its scores"
-    return _why_may_block(node, analysis)
+    return None
 
 
 def _broadcasts(mask: torch.Tensor, scores: torch.Tensor) -> bool:
@@ -257,29 +322,26 @@ def _broadcasts(mask: torch.Tensor, scores: torch.Tensor) -> bool:
     return all(same_size(m, s) or str(m) == "1" for m, s in sizes)
 
 
-def _why_may_block(mask: Node, analysis: Callable[[], Analysis]) -> str | None:
-    """A row that −∞ masks as a whole is NaN after softmax and 0 in fused attention: it must not come about."""
-    pending, seen = [mask], {mask}
-    while pending:
-        node = pending.pop()
-        if node.op == "placeholder" and _carries(node):
-            return f"its mask is made from the input {node.target}, which may hold −∞ for a whole row"
-        if any(a == -math.inf for a in node.args if isinstance(a, float)) and not _is_causal(mask, analysis):
-            return f"{node.name} puts −∞ into its mask, maybe for a whole row"
-        for n in node.all_input_nodes if node.op != "call_module" else ():
-            if n not in seen and not _is_size_or_device(n):
-                seen.add(n)
-                pending.append(n)
-    return None
+def _why_may_block(found: Written, bounds: MaskBounds, analysis: Callable[[], Analysis]) -> str | None:
+    """A row that −∞ masks as a whole is NaN after softmax and 0 in fused attention: it must not come about.
+
+    No row is masked as a whole by a sum of masks that are bounded from below, nor by one of them that is causal."""
+    total = torch.zeros((), dtype=example_value(found.masks[0]).dtype)  # type: ignore[union-attr]
+    reasons = [_added(total, bounds.of(mask)) for mask in found.masks]
+    if not any(reasons):
+        return None
+    total.zero_()
+    open_to_all = (mask for mask in found.masks if not _is_causal(mask, analysis))
+    reasons = [_added(total, bounds.of(mask)) for mask in open_to_all]
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def _is_size_or_device(node: Node) -> bool:
-    return node.op != "placeholder" and (node.target is getattr or name_of(node) in ("sym_size", "size", "dim"))
-
-
-def _carries(node: Node) -> bool:
-    noted = example_value(node)
-    return noted is None or noted.is_floating_point()
+def _added(total: torch.Tensor, found: tuple[float, float] | str) -> str | None:
+    """Add the lower bound of a mask to that of others; why the sum may be −∞, as a sentence."""
+    if isinstance(found, str):
+        return found
+    total += found[0]
+    return None if total > -math.inf else "its masks may add up to −∞ for a whole row"
 
 
 def _is_causal(mask: Node, analysis: Callable[[], Analysis]) -> bool:
@@ -294,24 +356,24 @@ def _is_causal(mask: Node, analysis: Callable[[], Analysis]) -> bool:
 
 def unrepeated(node: Node) -> tuple[Node, int] | None:
     """The keys or values before each head was repeated, and how many times; None where they were not."""
-    if name_of(node) == "repeat_interleave" and len(node.args) >= 2 and isinstance(node.args[0], Node):
-        times, dim = node.args[1], node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if _called(node) == "repeat_interleave" and len(node.args) >= 2 and isinstance(node.args[0], Node):
+        times, dim = node.args[1], _argument(node, 2, "dim")
         return (node.args[0], times) if isinstance(times, int) and dim in (1, -3) and rank_of(node) == 4 else None
-    if name_of(node) not in ("reshape", "view", "flatten", "contiguous") or not node.args:
+    if _called(node) not in ("reshape", "view", "flatten", "contiguous"):
         return None
-    expanded = _behind_slices(node.args[0])
-    if expanded is None or name_of(expanded) != "expand":
+    expanded = _behind_slices(_argument(node, 0, "input"))
+    if expanded is None or _called(expanded) != "expand":
         return None
-    unsqueezed = _behind_slices(expanded.args[0])
-    if unsqueezed is None or name_of(unsqueezed) != "unsqueeze" or unsqueezed.args[1] not in (2, -3):
+    unsqueezed = _behind_slices(_argument(expanded, 0, "input"))
+    if unsqueezed is None or _called(unsqueezed) != "unsqueeze" or _argument(unsqueezed, 1, "dim") not in (2, -3):
         return None
-    source = _behind_slices(unsqueezed.args[0])
+    source = _behind_slices(_argument(unsqueezed, 0, "input"))
     return _repeated(source, expanded, node) if source is not None else None
 
 
 def _behind_slices(node: Any) -> Node | None:
     """A node, or what it is a full slice of."""
-    while isinstance(node, Node) and name_of(node) == "slice" and node.args[2:4] == (0, torch.iinfo(torch.int64).max):
+    while isinstance(node, Node) and _called(node) == "slice" and node.args[2:] == (0, torch.iinfo(torch.int64).max):
         node = node.args[0]
     return node if isinstance(node, Node) else None
 

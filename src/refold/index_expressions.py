@@ -270,8 +270,9 @@ def _triangle(tensor: torch.Tensor) -> Element | None:
 
 def _progression(tensor: torch.Tensor) -> Element | None:
     """Integers that grow evenly along one axis and are the same along all others."""
-    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+    if tensor.dtype not in (torch.int64, torch.int32):
         return None
+    tensor = tensor.to(torch.int64)
     origin = tensor.reshape(-1)[0]
     for axis in range(tensor.dim()):
         if tensor.shape[axis] < 2:

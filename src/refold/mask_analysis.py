@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from refold.attention import proves_sizes
 from refold.constants import Constants
 from refold.index_expressions import Element, Unknown, recognise
 from refold.match import GraphView, example_value
@@ -85,7 +86,8 @@ class Analysis:
 
         self.gm: GraphModule = view.gm
         self._constants = Constants(view)
-        self._written = _all_written(view)
+        self._written = all_written(view)
+        self._sizes_hold = any(proves_sizes(t) for t in map(example_value, view.nodes) if t is not None)
         self._values: dict[Node, Any] = {}
         for node in sorted(_ancestors(wanted), key=view.position.__getitem__):
             self._values[node] = self._understand(node)
@@ -110,7 +112,7 @@ class Analysis:
     def _by_rule(self, node: Node) -> Any:
         if node.op == "get_attr":
             return Unknown(f"it depends on {node.target}, which training or a checkpoint can change")
-        number = _size(node)
+        number = _size(node, self._sizes_hold)
         if number is not None:
             return number
         apply = RULES.get(name_of(node))
@@ -121,18 +123,20 @@ class Analysis:
         if blocked is not None and name_of(node) not in _MAY_HIDE:
             return blocked
         try:
-            return _with_noted_sizes(apply(operands))
+            return _as_noted(apply(operands), operands.noted)
         except NotUnderstood as reason:
             return Unknown(str(reason))
-        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError):
             return blocked or Unknown(f"the arguments of {node.name} are not understood")
 
     def _operands(self, node: Node) -> Operands:
         def fill(value: Any) -> Any:
             return self._values[value] if isinstance(value, Node) else value
 
-        noted = example_value(node)
-        return Operands(map_aggregate(node.args, fill), dict(map_aggregate(node.kwargs, fill)), noted)
+        args: Any = node.args
+        if node.op == "call_method" and node.target == "where" and len(args) > 1:  # x.where(condition, other)
+            args = (args[1], args[0], *args[2:])
+        return Operands(map_aggregate(args, fill), dict(map_aggregate(node.kwargs, fill)), example_value(node))
 
     def _by_value(self, node: Node) -> Value | None:
         noted = example_value(node)
@@ -159,7 +163,7 @@ def _is_large(noted: torch.Tensor) -> bool:
     return len(sizes) == noted.dim() and torch.Size(sizes).numel() > _LARGEST
 
 
-def _all_written(view: GraphView) -> dict[Node, Node]:
+def all_written(view: GraphView) -> dict[Node, Node]:
     """Every value that may be written into, with who writes."""
     from refold.aliasing import memory_roots, written_by
 
@@ -190,11 +194,11 @@ class Symbol:
     name: str | None = None
 
 
-def _size(node: Node) -> Any:
+def _size(node: Node, sizes_hold: bool) -> Any:
     """A node that is a number or a device; None for everything else."""
     value = node.meta.get("val")
     if isinstance(value, bool | int | float):
-        return value
+        return value if sizes_hold else Symbol()
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return Symbol(str(value))
     if node.op == "call_function" and node.target is getattr:
@@ -202,16 +206,20 @@ def _size(node: Node) -> Any:
     return Symbol() if name_of(node) in ("size", "sym_size", "dim") else None
 
 
-def _with_noted_sizes(value: Any) -> Any:
-    """Axes of size 1 have the index 0: leave it out of the formula."""
+def _as_noted(value: Any, noted: torch.Tensor | None) -> Any:
+    """A value as a rule made it, if capture saw such a one. Axes of size 1 have the index 0, which is left out."""
     from refold.index_expressions import move_axes
 
     if not isinstance(value, Value):
         return value
+    if noted is not None and (noted.dtype, noted.dim()) != (value.dtype, value.rank):
+        raise NotUnderstood(f"it was captured as {noted.dtype} with {noted.dim()} dimensions, which is not understood")
     ones = {i - value.rank: None for i, size in enumerate(value.shape) if size == 1}
     return replace(value, element=move_axes(value.element, ones)) if ones else value
 
 
 def noted_shape(noted: torch.Tensor) -> tuple[Size, ...]:
-    """The sizes that capture noted: numbers, or the names of symbolic ones."""
+    """The sizes that capture noted: numbers, or the names of symbolic ones; unknown where they hold for one run."""
+    if not proves_sizes(noted):
+        return (None,) * noted.dim()
     return tuple(size if isinstance(size, int) else str(size) for size in noted.shape)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from refold import index_expressions as ix
+from refold.attention import proves_sizes
 from refold.index_expressions import Affine, Element, Formula, Number, Unknown, affine, choose, map_leaves
 from refold.mask_analysis import NotUnderstood, Operands, Size, Symbol, Value, noted_shape, rule
 
 
 def made(noted: torch.Tensor | None, dtype: torch.dtype, shape: tuple[Size, ...], element: Element) -> Value:
-    """A value, with the sizes that capture noted where it did."""
-    if noted is not None and noted.dim() == len(shape):
+    """A value, with the sizes that capture noted where it did, and where they hold for every run."""
+    if noted is not None and noted.dim() == len(shape) and proves_sizes(noted):
         shape = noted_shape(noted)
     return Value(dtype, shape, element)
 
@@ -42,8 +43,9 @@ def _constant(value: Any, dtype: torch.dtype) -> Element:
 
 @rule("arange")
 def _arange(of: Operands) -> Value:
-    start, end, step = (0, of.args[0], 1) if len(of.args) == 1 else (*of.args, 1)[:3]
-    start, end, step = of.kwargs.get("start", start), of.kwargs.get("end", end), of.kwargs.get("step", step)
+    only_end = len(of.args) == 1 and "end" not in of.kwargs
+    given = dict(zip(("end",) if only_end else ("start", "end", "step"), of.args, strict=False)) | of.kwargs
+    start, end, step = given.get("start", 0), given["end"], given.get("step", 1)
     dtype = of.kwargs.get("dtype") or torch.int64
     whole = isinstance(start, int) and isinstance(step, int) and isinstance(end, int | Symbol)
     if not whole or dtype not in (torch.int64, torch.int32):
@@ -54,6 +56,8 @@ def _arange(of: Operands) -> Value:
 
 def _fill(of: Operands, shape: tuple[Size, ...], value: Any, default: torch.dtype) -> Value:
     dtype = of.kwargs.get("dtype") or default
+    if not isinstance(dtype, torch.dtype):
+        raise NotUnderstood("its dtype is not understood")
     return made(of.noted, dtype, shape, _constant(value, dtype))
 
 
@@ -64,12 +68,17 @@ def _full(of: Operands) -> Value:
     return _fill(of, _sizes(of.get(0, "size")), value, default)
 
 
-@rule("scalar_tensor", "tensor")
-def _scalar_tensor(of: Operands) -> Value:
-    value = of.args[0]
-    if not isinstance(value, bool | int | float):
-        raise NotUnderstood("it holds more than a number")
-    return _fill(of, (), value, torch.tensor(value).dtype)
+def _scalar(name: str) -> None:
+    @rule(name)
+    def make(of: Operands) -> Value:
+        value = of.args[0]
+        if not isinstance(value, bool | int | float):
+            raise NotUnderstood("it holds more than a number")
+        return _fill(of, (), value, getattr(torch, name)(value).dtype)
+
+
+_scalar("tensor")
+_scalar("scalar_tensor")
 
 
 def listed_sizes(values: tuple[Any, ...]) -> tuple[Size, ...]:
@@ -82,11 +91,11 @@ def _filled(value: int) -> None:
 
     @rule(name)
     def make(of: Operands) -> Value:
-        return _fill(of, listed_sizes(of.args), value, torch.get_default_dtype())
+        return _fill(of, listed_sizes(of.args or (of.kwargs["size"],)), value, torch.get_default_dtype())
 
     @rule(f"new_{name}")
     def make_new(of: Operands) -> Value:
-        return _fill(of, listed_sizes(of.args[1:] or (of.kwargs.get("size"),)), value, tensor_of(of.args[0]).dtype)
+        return _fill(of, listed_sizes(of.args[1:] or (of.kwargs["size"],)), value, tensor_of(of.args[0]).dtype)
 
     @rule(f"{name}_like")
     def make_like(of: Operands) -> Value:
@@ -146,26 +155,40 @@ def _plain(element: Element) -> int | float | None:
     return element.constant if isinstance(element, Affine) and not element.slopes else None
 
 
-def _combined(name: str, a: Element, b: Element, dtype: torch.dtype) -> Element:
-    """One arithmetic operation between two elements."""
+_LARGEST = 1 << 24
+"""Where whole numbers are computed with that are larger, one may not fit into its dtype."""
+
+
+def _computed(name: str, a: Any, b: Any, affine_rule: Callable[[Affine, Affine], Element | None]) -> Element:
+    """One operation between two operands: between positions by a rule, between numbers by doing it in their dtypes."""
 
     def leaf(x: Element, y: Element) -> Element:
-        if isinstance(x, Affine) and isinstance(y, Affine) and not dtype.is_floating_point:
-            if name != "mul":
-                return x.plus(y, 1 if name == "add" else -1)
-            scaled, factor = (x, y) if not y.slopes else (y, x)
-            if not factor.slopes:
-                return Affine(0).plus(scaled, factor.constant)
         left, right = _plain(x), _plain(y)
-        if left is None or right is None:
-            return Unknown("it mixes sizes in a way that is not understood")
-        operands = (torch.tensor(left, dtype=dtype), torch.tensor(right, dtype=dtype))
-        return ix.scalar_element(getattr(torch, name)(*operands))
+        if left is not None and right is not None:
+            return ix.scalar_element(getattr(torch, name)(_alone(a, left), _alone(b, right)).reshape(()))
+        whole = isinstance(x, Affine) and isinstance(y, Affine) and _is_small(x) and _is_small(y)
+        found = affine_rule(x, y) if whole else None  # type: ignore[arg-type]
+        return Unknown("it mixes values in a way that is not understood") if found is None else found
 
-    return map_leaves(_as_number(a), lambda x: map_leaves(_as_number(b), lambda y: leaf(x, y)))
+    return map_leaves(_as_number(_element(a)), lambda x: map_leaves(_as_number(_element(b)), lambda y: leaf(x, y)))
+
+
+def _alone(operand: Any, value: int | float) -> Any:
+    """One element of an operand, which is a tensor of its rank or a number."""
+    return torch.full((1,) * operand.rank, value, dtype=operand.dtype) if isinstance(operand, Value) else operand
+
+
+def _is_small(expression: Affine) -> bool:
+    return all(abs(n) <= _LARGEST for n in (expression.constant, *(slope for _, slope in expression.slopes)))
 
 
 def _arithmetic(name: str, reverse: bool = False) -> Any:
+    def of_positions(x: Affine, y: Affine) -> Element | None:
+        if name != "mul":
+            return x.plus(y, 1 if name == "add" else -1)
+        scaled, factor = (x, y) if not y.slopes else (y, x)
+        return None if factor.slopes else Affine(0).plus(scaled, factor.constant)
+
     def apply(of: Operands) -> Value:
         a, b = of.args[0], of.get(1, "other")
         if of.get(2, "alpha", 1) != 1:
@@ -174,7 +197,8 @@ def _arithmetic(name: str, reverse: bool = False) -> Any:
         dtype = _result_type(a, b)
         if dtype == torch.bool:
             raise NotUnderstood("it does arithmetic with truth values")
-        return made(of.noted, dtype, _broadcast(a, b), _combined(name, _element(a), _element(b), dtype))
+        rule_of_positions = of_positions if dtype in (torch.int64, torch.int32) else lambda x, y: None
+        return made(of.noted, dtype, _broadcast(a, b), _computed(name, a, b, rule_of_positions))
 
     return apply
 
@@ -191,18 +215,6 @@ for _name in ("add", "sub", "mul"):
 rule("rsub")(_arithmetic("sub", reverse=True))
 
 
-def _compared(name: str, a: Element, b: Element) -> Element:
-    def leaf(x: Element, y: Element) -> Element:
-        if isinstance(x, Affine) and isinstance(y, Affine):
-            return _affine_comparison(name, x, y)
-        left, right = _plain(x), _plain(y)
-        if left is None or right is None:
-            return Unknown("it compares values that are not understood")
-        return bool(getattr(operator, name)(left, right))
-
-    return map_leaves(_as_number(a), lambda x: map_leaves(_as_number(b), lambda y: leaf(x, y)))
-
-
 def _affine_comparison(name: str, a: Affine, b: Affine) -> Formula:
     if name in ("eq", "ne"):
         return ix.equal(a, b) if name == "eq" else ix.negate(ix.equal(a, b))
@@ -214,7 +226,8 @@ def _affine_comparison(name: str, a: Affine, b: Affine) -> Formula:
 def _comparison(name: str) -> Any:
     def apply(of: Operands) -> Value:
         a, b = of.args[0], of.get(1, "other")
-        return made(of.noted, torch.bool, _broadcast(a, b), _compared(name, _element(a), _element(b)))
+        found = _computed(name, a, b, lambda x, y: _affine_comparison(name, x, y))
+        return made(of.noted, torch.bool, _broadcast(a, b), found)
 
     return apply
 
@@ -318,7 +331,8 @@ def _cast(element: Element, dtype: torch.dtype) -> Element:
     def leaf(x: Element) -> Element:
         value = _plain(x)
         if value is not None:
-            return ix.scalar_element(torch.tensor(value).to(dtype))
+            exact = torch.float64 if isinstance(value, float) else torch.int64
+            return ix.scalar_element(torch.tensor(value, dtype=exact).to(dtype))
         if dtype in (torch.int64, torch.int32) or isinstance(x, Unknown):
             return x
         return Unknown("it turns positions into another kind of number")
@@ -332,6 +346,8 @@ def _cast(element: Element, dtype: torch.dtype) -> Element:
 def _to(of: Operands) -> Value:
     given = tensor_of(of.args[0])
     everything = [*of.args[1:], *of.kwargs.values()]
+    if any(isinstance(x, type) or (isinstance(x, str) and x.endswith("Tensor")) for x in everything):
+        raise NotUnderstood("it is cast to a type that is not understood")
     dtypes = [x if isinstance(x, torch.dtype) else x.dtype for x in everything if isinstance(x, torch.dtype | Value)]
     dtype = dtypes[0] if dtypes else given.dtype
     return Value(dtype, given.shape, _cast(given.element, dtype))

@@ -95,6 +95,8 @@ def _expand(of: Operands) -> Value:
 @rule("transpose", "swapaxes", "swapdims", "t")
 def _transpose(of: Operands) -> Value:
     given = tensor_of(of.args[0])
+    if not set(of.kwargs) <= {"dim0", "dim1"}:
+        raise NotUnderstood("its axes are not understood")
     a, b = (of.get(1, "dim0", 0) % given.rank, of.get(2, "dim1", 1) % given.rank)
     order = list(range(given.rank))
     order[a], order[b] = b, a
@@ -217,7 +219,7 @@ def _diff(of: Operands) -> Value:
     return made(of.noted, given.dtype, tuple(shape), step)
 
 
-@rule("index", "gather", "index_select", "embedding")
+@rule("index", "gather", "index_select")
 def _index(of: Operands) -> Value:
     given = tensor_of(of.args[0])
     if _depends_on_index(given.element) or isinstance(given.element, Unknown):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import refold
 from refold.index_expressions import Affine, Assumption, AtLeastZero, affine, conjoin, disjoin, negate, recognise
@@ -32,6 +33,14 @@ def packed(n):
     return (k <= q) & (group[rows, q[None]] == group[rows, k[None]])
 
 
+def _tril(n):
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def _chosen(n, value):
+    return torch.where(_tril(n), *(torch.full((n, n), v, dtype=torch.float64) for v in (value, value)))
+
+
 CASES = {
     "full": (lambda n: torch.ones(n, n, dtype=torch.bool), "dropped"),
     "full by comparison": (lambda n: (torch.arange(n) + 3 >= 3)[None].expand(n, n), "dropped"),
@@ -47,6 +56,9 @@ CASES = {
     "twice transposed": (lambda n: (places(n)[1] <= places(n)[0]).t().t(), "causal"),
     "shifted alike": (lambda n: places(n)[1] + 7 <= places(n)[0] + 7, "causal"),
     "packed": (packed, "causal"),
+    "compared in float32": (lambda n: _tril(n) | ~(torch.full((n, n), 0.1) == 0.1), "causal"),
+    "compared in float64": (lambda n: _chosen(n, 0.1) != 0.1, "kept"),
+    "wrapped around": (lambda n: torch.full((n, n), 200, dtype=torch.uint8) + 100 > 100, "kept"),
     "strictly causal": (lambda n: places(n)[1] < places(n)[0], "kept"),
     "one ahead": (lambda n: places(n)[1] <= places(n)[0] + 1, "kept"),
     "anti-causal": (lambda n: places(n)[1] >= places(n)[0], "kept"),
@@ -210,6 +222,107 @@ def test_a_bias_under_a_condition_that_always_holds():
     assert torch.equal(gm(x), expected)
 
 
+def classic(build, *shapes):
+    """A graph of calls, with what one example of them notes; `build` makes the output from the inputs."""
+    graph = torch.fx.Graph()
+    graph.output(build(graph, *(graph.placeholder(f"x{i}") for i in range(len(shapes)))))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    FakeTensorProp(gm).propagate(*(torch.randn(shape) for shape in shapes))
+    return gm
+
+
+def attend(graph, x, y, mask):
+    return graph.call_function(F.scaled_dot_product_attention, (x, y, y), {"attn_mask": mask})
+
+
+def truths(graph, value):
+    return graph.call_function(torch.full, ((6, 6), value), {"dtype": torch.bool})
+
+
+def counted(graph, *args, row, **kwargs):
+    return graph.call_method("unsqueeze", (graph.call_function(torch.arange, args, kwargs), 1 - row))
+
+
+def _counted_from_one(graph, x):
+    positions = counted(graph, 1, row=True, end=7), counted(graph, 6, row=False)
+    return graph.call_function(torch.le, positions)
+
+
+def _tril_where(graph, x):
+    tril = graph.call_method("tril", (truths(graph, True),))
+    return graph.call_method("where", (truths(graph, False), truths(graph, True), tril))
+
+
+def _cast_by_name(graph, x):
+    return graph.call_method("type", (graph.call_method("tril", (truths(graph, True),)), "torch.FloatTensor"))
+
+
+def _turned(graph, x):
+    ones = graph.call_function(torch.ones, (), {"size": (6, 6), "dtype": torch.bool})
+    return graph.call_method("transpose", (graph.call_method("tril", (ones,)), 0, 1))
+
+
+def _swapped(graph, x):
+    rows = graph.call_method("unsqueeze", (counted(graph, 6, row=False), 1))
+    mask = graph.call_function(torch.ge, (rows, graph.call_function(torch.arange, (6,))))
+    return graph.call_method("swapaxes", (graph.call_method("expand", (mask, 6, 6, 6)),), {"axis0": 0, "axis1": 2})
+
+
+def _window(graph, x):
+    n = graph.call_method("size", (x, -2))
+    row, column = counted(graph, n, row=False), counted(graph, n, row=True)
+    near = graph.call_function(torch.gt, (graph.call_function(torch.add, (column, 64)), row))
+    return graph.call_function(torch.bitwise_and, (graph.call_function(torch.le, (column, row)), near))
+
+
+@pytest.mark.parametrize("mask", [_counted_from_one, _tril_where, _cast_by_name, _turned, _swapped, _window])
+def test_calls_that_are_easily_misread(mask):
+    gm = classic(lambda graph, x: attend(graph, x, x, mask(graph, x)), (1, 6, 6, 4))
+    assert outcome(SimplifyAttentionMask()(gm)) == "kept"
+
+
+def test_what_one_example_notes_is_no_proof_of_equal_lengths():
+    def cross(graph, x, y):
+        rows, columns = (graph.call_method("size", (z, -2)) for z in (x, y))
+        mask = graph.call_function(torch.le, (counted(graph, columns, row=True), counted(graph, rows, row=False)))
+        return attend(graph, x, y, mask)
+
+    assert "not surely of one length" in refusal(classic(cross, (1, 2, 6, 4), (1, 2, 6, 4)))
+
+
+@pytest.mark.parametrize("written", ["chosen", "where", "copy", "none"])
+def test_a_bias_that_is_written_before_the_call(written):
+    def build(graph, x, bias):
+        values = {"chosen": graph.call_function(torch.mul, (bias, 2.0))}
+        values["where"] = graph.call_function(torch.where, (truths(graph, True), values["chosen"], -INF))
+        values["copy"] = graph.call_method("clone", (values["where"],))
+        if written in values:
+            graph.call_method("mul_", (values[written], x))
+        return attend(graph, x, x, graph.call_method("clone", (values["copy"],)))
+
+    gm = classic(build, (1, 2, 6, 6), (1, 2, 6, 6))
+    SimplifyAttentionMask()(gm)
+    assert bool(refold.history(gm)) == (written == "none")
+    assert written == "none" or "writes into" in refold.result(gm).refused[0].reason
+
+
+def test_a_bias_that_is_written_between_calls_is_read_twice():
+    def build(graph, x, bias):
+        bias = graph.call_function(torch.transpose, (graph.call_function(torch.mul, (bias, 2.0)), -1, -2))
+        for _ in range(2):
+            mask = graph.call_function(torch.where, (truths(graph, True), bias, -INF))
+            x = attend(graph, x, x, mask)
+            graph.call_method("mul_", (bias, 3.0))
+        return x
+
+    gm = classic(build, (1, 2, 6, 6), (1, 2, 6, 6))
+    inputs = torch.randn(1, 2, 6, 6), torch.randn(1, 2, 6, 6)
+    expected = copy.deepcopy(gm)(*inputs)
+    SimplifyAttentionMask()(gm)
+    assert len(refold.result(gm).rewritten) == 2
+    assert torch.allclose(gm(*inputs), expected, rtol=1e-5, atol=1e-6)
+
+
 RELATIONS = {"any": lambda i, j: True, "seen": lambda i, j: j <= i, "ahead": lambda i, j: j > i}
 
 
@@ -256,3 +369,4 @@ def test_constants_are_recognised_element_by_element(shape):
     lower[..., -1, 0] = False
     assert "no pattern" in recognise(lower).reason
     assert recognise(torch.arange(5)[None].expand(3, 5)) == affine(0, {-1: 1})
+    assert "no pattern" in recognise(torch.tensor([5, 4, 3], dtype=torch.uint8)).reason  # its step is 255, or -1

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Node
 
-from refold.attention import Attention, match_attention, same_size, size_of
+from refold.attention import Attention, match_attention, proves_sizes, same_size, size_of, why_not_read_later
 from refold.edit import Editor
 from refold.index_expressions import Assumption, Unknown, why_unknown
 from refold.mask_analysis import Analysis, Value
@@ -56,31 +56,30 @@ class SimplifyAttentionMask(ReversibleRewrite):
         for call in calls:
             if call.attn_mask not in verdicts:
                 verdicts[call.attn_mask] = _verdict(analysis, call.attn_mask)
-            found = _fitting(call, verdicts[call.attn_mask])
+            found = _fitting(view, call, verdicts[call.attn_mask])
             if isinstance(found, str):
                 yield Skip(call.node, found)
             else:
                 yield Site((call.node,), f"{call.node.name}: {_SAYS[found[0]]}", (call, *found))
 
     def rewrite(self, site: Site, edit: Editor) -> None:
-        call, verdict, plain = site.detail
+        call, verdict, where = site.detail
         if verdict == "causal":
             call.write(attn_mask=None, is_causal=True)
         else:
-            call.write(attn_mask=self._contiguous(edit, plain, call))
+            call.write(attn_mask=None if where is None else self._contiguous(edit, where, call))
         self.mark_as_transformed(call.node)
         erase_dead(edit, [call.attn_mask])
 
-    def _contiguous(self, edit: Editor, mask: Node | None, call: Attention) -> Node | None:
-        """The mask in one piece, as `where` made it: some kernels need that."""
-        if mask is None:
-            return None
-        if mask not in edit.shared:
-            exported = isinstance(call.node.target, torch._ops.OpOverload)
-            edit.shared[mask] = edit.call(call.node, aten.contiguous.default if exported else ".contiguous", mask)
-            edit.shared[mask].meta = {k: v for k, v in mask.meta.items() if k in ("val", "tensor_meta")}
-            self.mark_as_transformed(edit.shared[mask])
-        return edit.shared[mask]
+    def _contiguous(self, edit: Editor, where: Node, call: Attention) -> Node:
+        """What `where` always chooses in one piece, as `where` made it: some kernels need that."""
+        if where not in edit.shared:
+            exported, chosen = isinstance(call.node.target, torch._ops.OpOverload), where.args[1]
+            copied = edit.call(call.node, aten.contiguous.default if exported else ".contiguous", chosen)
+            copied.meta = {k: v for k, v in chosen.meta.items() if k in ("val", "tensor_meta")}  # type: ignore[union-attr]
+            self.mark_as_transformed(copied)
+            edit.shared[where] = copied
+        return edit.shared[where]
 
 
 _SAYS = {
@@ -90,6 +89,7 @@ _SAYS = {
 }
 
 Verdict = tuple[str, Node | None]
+"""What is proven; where a condition always holds, also the `where` that asks for it."""
 
 
 def _verdict(analysis: Analysis, mask: Node) -> Verdict | str:
@@ -99,9 +99,9 @@ def _verdict(analysis: Analysis, mask: Node) -> Verdict | str:
         found = proven(value)
         if found is not None:
             return found, None
-    chosen = _always_chosen(analysis, mask)
-    if chosen is not None:
-        return "chosen", chosen
+    where = _always_chosen(analysis, mask)
+    if where is not None:
+        return "chosen", where
     reason = value.reason if isinstance(value, Unknown) else why_unknown(value.element)
     return f"its mask {mask.name} is not proven to be trivial: {reason or 'it is neither full nor causal'}"
 
@@ -131,22 +131,29 @@ def _blocks(value: bool | float | None, dtype: torch.dtype) -> bool:
 
 
 def _always_chosen(analysis: Analysis, mask: Node) -> Node | None:
-    """The `x` of a mask `where(condition, x, y)` whose condition is proven to hold everywhere."""
-    while name_of(mask) in ("contiguous", "clone", "alias") and isinstance(mask.args[0], Node):
-        mask = mask.args[0]
-    if name_of(mask) != "where" or len(mask.args) != 3:
+    """The node of a mask `where(condition, x, y)` whose condition is proven to hold everywhere."""
+    where = _copies(mask)[-1]
+    if where.op != "call_function" or name_of(where) != "where" or len(where.args) != 3:
         return None
-    condition, chosen, _ = mask.args
+    condition, chosen, _ = where.args
     if not isinstance(condition, Node) or not isinstance(chosen, Node):
         return None
-    truth, made, noted = analysis.of(condition), example_value(mask), example_value(chosen)
+    truth, made, noted = analysis.of(condition), example_value(where), example_value(chosen)
     if not isinstance(truth, Value) or proven(truth) != "all" or made is None or noted is None:
         return None
     fits = made.dtype == noted.dtype and all(map(same_size, made.shape[-2:], noted.shape[-2:]))
-    return chosen if fits and noted.dim() >= 2 else None
+    return where if fits and noted.dim() >= 2 else None
 
 
-def _fitting(call: Attention, verdict: Verdict | str) -> Verdict | str:
+def _copies(mask: Node) -> list[Node]:
+    """A mask, what it is a copy of, and so on."""
+    found = [mask]
+    while found[-1].op in ("call_function", "call_method") and name_of(found[-1]) in ("contiguous", "clone", "alias"):
+        found.append(found[-1].args[0])  # type: ignore[arg-type]
+    return found
+
+
+def _fitting(view: GraphView, call: Attention, verdict: Verdict | str) -> Verdict | str:
     """The verdict, unless something else about the call stands in its way."""
     if isinstance(verdict, str):
         return verdict
@@ -156,9 +163,16 @@ def _fitting(call: Attention, verdict: Verdict | str) -> Verdict | str:
         return "it drops attention weights at random, and another kernel would draw others"
     if verdict[0] == "causal" and not _square(call):
         return "its mask is causal, but query and key are not surely of one length"
-    return verdict
+    where = verdict[1]
+    if where is None:
+        return verdict
+    reads = (where.args[1], *_copies(call.attn_mask))
+    reasons = (why_not_read_later(view, value, where, call.node) for value in reads)  # type: ignore[arg-type]
+    return next((reason for reason in reasons if reason is not None), verdict)
 
 
 def _square(call: Attention) -> bool:
     queries, keys = size_of(call.query, -2), size_of(call.key, -2)
-    return queries is not None and keys is not None and same_size(queries, keys)
+    noted = example_value(call.query)
+    proven_sizes = noted is not None and proves_sizes(noted) and queries is not None
+    return call.query is call.key or (proven_sizes and same_size(queries, keys))
