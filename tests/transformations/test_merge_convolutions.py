@@ -49,6 +49,22 @@ def test_merged_and_back(dims, exported):
         assert torch.equal(old, new), name
 
 
+@pytest.mark.parametrize("how", ["symbolic", "captured"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_an_input_without_a_batch(dims, how):
+    model = Parallel(*(CONVS[dims](4, n, 3, padding=1) for n in (6, 5))).double()
+    x = torch.randn(4, *[6] * dims, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    gm = refold.trace(model, x) if how == "captured" else symbolic_trace(model)
+    code = gm.code
+    MergeConvolutions()(gm)
+    assert len(refold.result(gm).rewritten) == 1
+    for a, b in zip(gm(x), reference(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    refold.undo(gm)
+    assert gm.code == code
+
+
 @pytest.mark.parametrize(
     "convs",
     [
