@@ -122,7 +122,7 @@ def _install(
     if guard:
         node.op, node.target = "call_function", linear_with_batch_norm
         node.args, node.kwargs = (linear.input, *fetched.values(), norm.input is node), {}
-    for fetch in fetches:
+    for fetch in [n for n in fetches if not n.users]:  # the input may be fetched as well, and stays
         edit.graph.erase_node(fetch)
 
 

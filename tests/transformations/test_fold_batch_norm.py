@@ -314,3 +314,18 @@ def test_a_module_is_not_taken_for_a_reshape_by_its_name():
     FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(x)
     FoldBatchNorm()(gm)
     torch.testing.assert_close(gm(x), reference(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_input_that_is_a_buffer(captured):
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+            self.register_buffer("rows", torch.randn(5, 4))
+
+        def forward(self, x):
+            return x + self.norm(F.linear(self.rows, self.layer.weight, self.layer.bias))
+
+    gm = folded(Constant(), torch.randn(5, 4, dtype=torch.float64), captured)
+    assert len(refold.result(gm).rewritten) == 1

@@ -107,7 +107,7 @@ class MergeConvolutions(ReversibleRewrite):
         node.kwargs = {}
         self.mark_as_transformed(node)
         make_views_reshapes(edit.gm, node)
-        for fetch in fetches:
+        for fetch in [n for n in fetches if not n.users]:  # the input may be fetched as well, and stays
             edit.graph.erase_node(fetch)
         for name in [call.path] if call.path else [operand.name for operand in call.operands.values()]:
             edit.remove(name)
