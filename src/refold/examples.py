@@ -160,7 +160,7 @@ class NormOfRows(nn.Module):
 
 def norms_behind() -> Example:
     """Batch norms behind convolutions."""
-    return seeded(lambda: (NormsBehind().eval(), (torch.randn(2, 3, 4),)))
+    return exported(seeded(lambda: (NormsBehind().eval(), (torch.randn(2, 3, 4),))))
 
 
 def norms_before() -> Example:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from refold.aliasing import writes_to
 from refold.edit import Editor, twin_of
 from refold.match import Call, GraphView
 from refold.releasing import LARGE
@@ -29,12 +30,13 @@ def largest_first(found: Iterable[Site | Skip], weight_of: Callable[[Site], torc
     return sorted(found, key=place)
 
 
-def why_not_foldable(view: GraphView, linear: Call, norm: Call, first: Call) -> str | None:
+def must_wait(linear: Call, norm: Call, taken: set[Node], gone: set[Node]) -> bool:
+    """Whether a fold must wait for the next round: in this one its layer was taken, or a norm that it reads went."""
+    return linear.node in taken or not gone.isdisjoint((linear.input, norm.input))
+
+
+def why_not_foldable(view: GraphView, linear: Call, norm: Call, operation: FoldBatchNorm) -> str | None:
     """Why a batch norm and the linear map beside it cannot become one, as a sentence."""
-    second = norm if first is linear else linear
-    others = [user.name for user in first.node.users if user is not second.node]
-    if others:
-        return f"the output of {first.node.name} is also read by {', '.join(others)}"
     for call in (linear, norm):
         reason = view.why_shared(call)
         if reason is not None:
@@ -45,34 +47,55 @@ def why_not_foldable(view: GraphView, linear: Call, norm: Call, first: Call) -> 
     affine = norm.operands.get("gamma")
     if affine is not None and affine.tensor.requires_grad and not linear.weight.requires_grad:
         return "its batch norm is trainable while it is frozen itself"
-    return None
+    return _why_not_moved(view, linear, norm, operation) or _why_not_finite(linear, norm, operation)
 
 
-def fold(
-    edit: Editor,
-    linear: Call,
-    norm: Call,
-    *,
-    channel: int,
-    keep: str,
-    guard: bool = False,
-    kind: Callable[..., FoldBatchNorm] = FoldBatchNorm,
-) -> Node:
-    """Fold a batch norm into a linear map and take it out of the graph; the node that now computes both. `kind` makes
-    the weight map, for weights that are laid out in another way."""
-    first = "linear" if norm.input is linear.node else "norm"
+def why_read_by_others(first: Call, second: Call) -> str | None:
+    """Why what stands between two calls is needed by itself, as a sentence."""
+    others = [user.name for user in first.node.users if user is not second.node]
+    return f"the output of {first.node.name} is also read by {', '.join(others)}" if others else None
+
+
+def _why_not_moved(view: GraphView, linear: Call, norm: Call, operation: FoldBatchNorm) -> str | None:
+    """A layer takes over what the norm before it read: at its own place, which comes later."""
+    first, second = (linear, norm) if operation.first == "linear" else (norm, linear)
+    if view.mode_switches_between(first.node, second.node):
+        return "gradients, autocast or inference mode is switched between it and its batch norm"
+    if operation.first == "linear":
+        return None
+    writer = writes_to(view.gm, norm.input, view.writers_between(norm.node, linear.node))
+    return None if writer is None else f"{writer.name} writes into what its batch norm reads before the layer runs"
+
+
+def _why_not_finite(linear: Call, norm: Call, operation: FoldBatchNorm) -> str | None:
+    """In float16 `s·W` may be too large where `W` and the normalised values are not. A bound that costs little goes
+    first: no new number is above `|W|·(|s| + n·|t|) + (|s| + 1)·|b| + |s| + |t|`, with n inputs to an output."""
+    values = {role: operand.tensor.detach() for call in (linear, norm) for role, operand in call.operands.items()}
+    if any(tensor.is_meta or not tensor.numel() for tensor in values.values()):
+        return None
+    scale, shift = (float(tensor.abs().max()) for tensor in operation.scale(values))
+    weight, bias = (float(values[role].abs().max()) if role in values else 0.0 for role in ("weight", "bias"))
+    bound = weight * (scale + values["weight"][0].numel() * shift) + (scale + 1) * bias + scale + shift
+    if bound <= torch.finfo(linear.weight.dtype).max:
+        return None
+    if all(bool(torch.isfinite(tensor).all()) for tensor in operation.forward(values).values()):
+        return None
+    return f"its folded weights would not all be finite numbers of {linear.weight.dtype}"
+
+
+def fold(edit: Editor, linear: Call, norm: Call, operation: FoldBatchNorm, keep: str) -> Node:
+    """Fold a batch norm into a linear map and take it out of the graph; the node that now computes both."""
     names = {role: operand.name for role, operand in linear.operands.items()}
     sources = names | {role: operand.name for role, operand in norm.operands.items()}
     prefix = linear.path or names["weight"].rpartition(".")[0]
     inside = f"{prefix}." if prefix else ""
     bias = names.get("bias") or (f"{inside}bias" if linear.path else edit.free_path(f"{inside}bias"))
     targets = {"weight": names["weight"], "bias": bias}
-    if guard:
+    if operation.guard:
         targets |= {role: edit.free_path(f"{inside}{role}") for role in ("scale", "shift")}
-    operation = kind(float(norm.settings["eps"]), channel, first, guard)
     new = edit.map_weights(operation, sources, targets, keep)
-    _install(edit, linear, norm, new, targets, guard)
-    _take_out(edit, linear, norm, first)
+    _install(edit, linear, norm, new, targets, operation.guard)
+    _take_out(edit, linear, norm, operation.first)
     return linear.node
 
 
@@ -99,7 +122,7 @@ def _install(
     if guard:
         node.op, node.target = "call_function", linear_with_batch_norm
         node.args, node.kwargs = (linear.input, *fetched.values(), norm.input is node), {}
-    for fetch in fetches:
+    for fetch in [n for n in fetches if not n.users]:  # the input may be fetched as well, and stays
         edit.graph.erase_node(fetch)
 
 

@@ -51,6 +51,27 @@ def same_layout(a: Node, b: Node) -> bool:
     return one is not None and other is not None and same_sizes(one.stride(), other.stride())
 
 
+_TELL_LAYOUT = {
+    "as_strided", "as_strided_", "view_as", "view_as_complex", "stride", "data_ptr", "storage", "untyped_storage",
+    "storage_offset", "is_contiguous", "dim_order", "resize", "resize_", "resize_as_", "set_",
+}  # fmt: skip
+
+
+def tells_layout(node: Node) -> bool:
+    """Whether what a call of torch gives depends on how its input lies in memory."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    given = (*node.args, *node.kwargs.values())
+    as_other_dtype = node.target in VIEWS and any(isinstance(a, torch.dtype) for a in given)
+    return as_other_dtype or node.target in NEED_LAYOUT or name_of(node) in _TELL_LAYOUT
+
+
+def make_reshape(node: Node) -> None:
+    """Let a view be a reshape, which takes any layout. The two have other names for the sizes, so these have none."""
+    node.target = VIEWS[node.target]
+    node.args, node.kwargs = (*node.args, *node.kwargs.values()), {}
+
+
 def is_foreign(gm: GraphModule, node: Node) -> bool:
     """Whether a node runs code that is not torch's: it may view its input, or trust that it is contiguous."""
     if node.op == "call_module":

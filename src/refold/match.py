@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from refold import fx_private
-from refold.aliasing import written_by
+from refold.aliasing import switches_mode, written_by
 
 aten = torch.ops.aten
 
@@ -81,8 +81,20 @@ class GraphView:
 
     def writers_between(self, start: Node, stop: Node) -> list[Node]:
         """The nodes between two others that write in place."""
-        low, high = (bisect_left(self.writers, self.position[node]) for node in (start, stop))
-        return [self.nodes[i] for i in self.writers[low:high]]
+        return [self.nodes[i] for i in self._between(self.writers, start, stop)]
+
+    @cached_property
+    def mode_switches(self) -> list[int]:
+        """The positions of nodes that switch gradients, autocast or inference mode."""
+        return [i for i, node in enumerate(self.nodes) if switches_mode(node)]
+
+    def mode_switches_between(self, start: Node, stop: Node) -> bool:
+        """Whether a mode is switched between two nodes."""
+        return bool(self._between(self.mode_switches, start, stop))
+
+    def _between(self, positions: list[int], start: Node, stop: Node) -> list[int]:
+        low, high = (bisect_left(positions, self.position[node]) for node in (start, stop))
+        return positions[low:high]
 
     @cached_property
     def tensor_names(self) -> dict[int, list[str]]:
@@ -121,22 +133,29 @@ class GraphView:
 
     def readers(self, operand: Operand) -> list[Node]:
         """Every node that reads a tensor: by fetching it, or by calling or fetching a module that holds it."""
-        found: dict[Node, None] = {}
-        for name in self.tensor_names[id(operand.tensor)]:
-            parts = name.split(".")
-            for i in range(len(parts)):
-                found.update(dict.fromkeys(self.calls.get(".".join(parts[: i + 1]), ())))
-        return list(found)
+        found = [node for name in self.tensor_names[id(operand.tensor)] for node in self.reached_by(name)]
+        return list(dict.fromkeys(found))
+
+    def reached_by(self, name: str) -> list[Node]:
+        """Every node that calls or fetches what has this name, or a module that holds it."""
+        parts = name.split(".")
+        return [node for i in range(len(parts)) for node in self.calls.get(".".join(parts[: i + 1]), ())]
 
     def why_shared(self, call: Call) -> str | None:
-        """Why the tensors of a call are not its own alone, as a sentence; None if they are."""
+        """Why the tensors of a call are not its own alone, each in one role, as a sentence; None if they are."""
+        roles: dict[str, str] = {}
         for role, operand in call.operands.items():
+            if operand.name in roles:
+                return f"its {role} is also its {roles[operand.name]}"
+            roles[operand.name] = role
             names = self.tensor_names[id(operand.tensor)]
             others = [name for name in names if name != operand.name]
             if others:
                 return f"its {role} is also registered as {', '.join(others)}"
             for reader in self.readers(operand):
                 own_fetch = reader.op == "get_attr" and list(reader.users) == [call.node]
+                if own_fetch and reader is call.input:
+                    return f"its {role} is also its input"
                 if reader is not call.node and not own_fetch:
                     return f"its {role} is also read by {reader.name}"
         return None
@@ -154,6 +173,12 @@ def example_value(node: Any) -> torch.Tensor | None:
     """The (fake) tensor noted on a node by capture, if any."""
     value = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def proves_shapes(noted: torch.Tensor) -> bool:
+    """Whether noted sizes hold for every run: an export guards them, an example that was run through does not."""
+    mode = getattr(noted, "fake_mode", None)
+    return mode is not None and mode.shape_env is not None
 
 
 def rank_of(node: Any) -> int | None:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from refold import fx_private
 from refold.attention import same_sizes
 from refold.layout import makes_contiguous
-from refold.match import GraphView, example_value, rank_of
+from refold.match import GraphView, example_value, proves_shapes, rank_of
 from refold.purity import drops_nothing, name_of
 
 aten = torch.ops.aten
@@ -174,7 +174,7 @@ def _dtype_holds(view: GraphView, node: Node) -> bool:
 @rule("view", "reshape", "expand", "_unsafe_view", "flatten", "unflatten", "expand_as", "view_as", "reshape_as")
 def _same_shape(view: GraphView, node: Node) -> NoOp | str | None:
     before, after = example_value(node.args[0]), example_value(node)
-    if before is None or after is None or not (_proves_shapes(before) and _proves_shapes(after)):
+    if before is None or after is None or not (proves_shapes(before) and proves_shapes(after)):
         return None
     if before.dtype != after.dtype or not same_sizes(before.shape, after.shape):
         return _undone(view, node, before, after)
@@ -188,16 +188,10 @@ def _undone(view: GraphView, node: Node, before: torch.Tensor, after: torch.Tens
     if not isinstance(inner, Node) or name_of(inner) not in names or not {name_of(node)} <= names:
         return None
     origin = example_value(source_of(node, 2))
-    if origin is None or not _proves_shapes(origin) or origin.dtype != after.dtype:
+    if origin is None or not proves_shapes(origin) or origin.dtype != after.dtype:
         return None
     same = same_sizes(origin.shape, after.shape)
     return NoOp("it takes the reshape before it back", back=2, copies=True) if same else None
-
-
-def _proves_shapes(noted: torch.Tensor) -> bool:
-    """Whether noted sizes hold for every run: an export guards them, an example that was run through does not."""
-    mode = getattr(noted, "fake_mode", None)
-    return mode is not None and mode.shape_env is not None
 
 
 @rule("slice")

@@ -45,10 +45,10 @@ _RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 def name_of(node: Node) -> str:
     """The bare name of what a node calls: 'add' for `aten.add.Tensor`, `torch.add` and the method. What is not torch's
-    has its full name, so that nobody's `mylib.add` is taken for it."""
+    has its full name, so that nobody's `mylib.add` is taken for it, nor a module or an input that is called `add`."""
     target: Any = node.target
     if isinstance(target, str):
-        return target
+        return target if node.op == "call_method" else f"{node.op} {target}"
     if not is_known_function(target):
         return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
     if isinstance(target, torch._ops.OpOverload):

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from refold.aliasing import makes_fresh, written_by
-from refold.layout import NEED_LAYOUT, VIEWS, hands_out, is_foreign
+from refold.layout import NEED_LAYOUT, VIEWS, hands_out, is_foreign, make_reshape
 from refold.match import GraphView
 
 
@@ -40,7 +40,7 @@ def make_views_reshapes(gm: GraphModule, node: Node) -> None:
     found = list(aliases(gm, node))
     for value, reader in found:
         if reader.target in VIEWS:
-            reader.target = VIEWS[reader.target]
+            make_reshape(reader)
         elif value is node and hands_out(reader):
             _read_contiguous(node, reader)
     make_whole_for_others(gm, node, [reader for _, reader in found])

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import refold
 import refold.capture
@@ -51,13 +53,19 @@ EXACT |= {
 }
 
 
+def traced(model, x):
+    """A BatchNorm1d takes values with and without a batch, so that a symbolic trace does not tell its channels."""
+    line = any(isinstance(m, nn.Conv1d | nn.ConvTranspose1d) for m in model)
+    return refold.capture.trace(model, x) if line else symbolic_trace(model)
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_in_float64(name):
     torch.manual_seed(0)
     model, x = EXACT[name]
     model = settle(copy.deepcopy(model)).double().eval()
     reference = copy.deepcopy(model)
-    gm = FoldBatchNorm()(symbolic_trace(model))
+    gm = FoldBatchNorm()(traced(model, x))
     assert not any(isinstance(m, tuple(B.values())) for m in gm.modules())
     assert not list(deviations(symbolic_trace(reference), gm, (x,)))
     restored = refold.undo(gm)
@@ -69,7 +77,7 @@ def test_exact_in_float64(name):
 def test_what_was_trained_is_carried_back(name):
     torch.manual_seed(0)
     model, x = EXACT[name]
-    gm = FoldBatchNorm()(symbolic_trace(settle(copy.deepcopy(model)).double().eval()))
+    gm = FoldBatchNorm()(traced(settle(copy.deepcopy(model)).double().eval(), x))
     weight = next(p for n, p in gm.named_parameters() if n.endswith("weight"))
     with torch.no_grad():
         weight.add_(torch.randn_like(weight))
@@ -148,3 +156,176 @@ def test_rank_that_does_not_fit():
     gm = refold.capture.trace(settle(Line()).eval(), x)
     FoldBatchNorm()(gm)
     assert "axis 1 of a 3-D value" in refold.result(gm).refused[0].reason
+
+
+def folded(model, x, captured=False, **settings):
+    """The graph after folding, and the original in a copy of its own; x is made anew for each."""
+    model = settle(model).double().eval()
+    reference = copy.deepcopy(model)
+    gm = refold.capture.trace(model, x.clone()) if captured else symbolic_trace(model)
+    FoldBatchNorm(**settings)(gm)
+    for a, b in zip(reference(x.clone()), gm(x.clone()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    return gm
+
+
+class WrittenBetween(nn.Module):
+    def __init__(self, norm, layer):
+        super().__init__()
+        self.norm, self.layer = norm, layer
+
+    def forward(self, x):
+        x = x * 1.5
+        n = self.norm(x)
+        x.add_(1.0)
+        return self.layer(n), x
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", ["before 2d", "before linear"])
+def test_a_norm_whose_input_is_written_before_the_layer_runs_stays(name, captured):
+    model, x = EXACT[name]
+    gm = folded(WrittenBetween(*copy.deepcopy(model)), x, captured)
+    assert "writes into what its batch norm reads" in str(refold.result(gm)) and not refold.history(gm)
+
+
+def test_a_norm_in_another_mode_stays():
+    gm = symbolic_trace(settle(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1))).eval())
+    norm, layer = (n for n in gm.graph.nodes if n.op == "call_module")
+    for place, mode in ((norm, False), (layer, True)):
+        with gm.graph.inserting_before(place):
+            gm.graph.call_function(torch._C._set_grad_enabled, (mode,))
+    gm.recompile()
+    FoldBatchNorm()(gm)
+    assert "is switched between" in str(refold.result(gm)) and not refold.history(gm)
+
+
+CHAINS = {
+    "two norms between convolutions": [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)],
+    "two norms between linears": [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Linear(3, 3)],
+    "norm upon norm": [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)],
+    "convolution upon convolution": [nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)],
+    "norms in front": [nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)],
+}
+
+
+@pytest.mark.parametrize("how", ["symbolic", "exported"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_norms_in_a_row(name, how):
+    torch.manual_seed(0)
+    model = settle(nn.Sequential(*copy.deepcopy(CHAINS[name]))).double().eval()
+    x = torch.randn(4, 3, 2, 2) if any(isinstance(m, nn.Conv2d) for m in model) else torch.randn(4, 3)
+    reference, x = copy.deepcopy(model), x.double()
+    gm = torch.export.export(model, (x,)).module() if how == "exported" else symbolic_trace(model)
+    code = gm.code
+    FoldBatchNorm()(gm)
+    norms, linears = (sum(isinstance(m, kinds) for m in model) for kinds in (tuple(B.values()), nn.Linear))
+    # where the rank is not known, a layer that looks at it when it runs takes one norm alone
+    most = min(norms, linears) if how == "symbolic" and linears else norms
+    assert len(refold.result(gm).rewritten) == most
+    torch.testing.assert_close(gm(x), reference(x), rtol=1e-12, atol=1e-12)
+    refold.undo(gm)
+    assert gm.code == code
+    for (name, old), (_, new) in zip(reference.state_dict().items(), gm.state_dict().items(), strict=True):
+        assert torch.equal(old, new), name
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [
+        (nn.Conv1d(3, 6, 3, padding=1), nn.BatchNorm1d(6), (3, 6)),
+        (nn.Conv2d(3, 4, 1), nn.BatchNorm1d(4), (3, 4, 4)),
+        (nn.Conv3d(3, 4, 1), nn.BatchNorm2d(4), (3, 4, 4, 4)),
+    ],
+)
+def test_without_a_batch_the_norm_runs_over_another_axis(layer, norm, shape):
+    gm = folded(nn.Sequential(layer, norm), torch.randn(shape, dtype=torch.float64))
+    assert "rank of its input is not known" in str(refold.result(gm)) and not refold.history(gm)
+
+
+class OwnWeight(nn.Module):
+    def __init__(self, layer, norm):
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, x):
+        return x + self.norm(self.layer(self.layer.weight))
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm"), [(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), (nn.Linear(5, 5), nn.BatchNorm1d(5))]
+)
+def test_a_layer_that_reads_its_own_weight_stays(layer, norm):
+    gm = folded(OwnWeight(layer, norm), torch.randn(layer.weight.shape, dtype=torch.float64))
+    assert "is also its input" in str(refold.result(gm)) and not refold.history(gm)
+
+
+class OneAffineTensor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        n = self.norm
+        return F.batch_norm(self.layer(x), n.running_mean, n.running_var, n.weight, n.weight)
+
+
+def test_one_tensor_in_two_roles_stays():
+    gm = folded(OneAffineTensor(), torch.randn(4, 5, dtype=torch.float64))
+    assert "its beta is also its gamma" in str(refold.result(gm)) and not refold.history(gm)
+
+
+@pytest.mark.parametrize("first", ["layer", "norm"])
+def test_weights_that_would_overflow_stay(first):
+    layer, norm = nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1, eps=1e-7)
+    nn.init.constant_(layer.weight, 100.0)
+    nn.init.zeros_(layer.bias)
+    norm.running_var.fill_(1e-6)
+    model = nn.Sequential(*((layer, norm) if first == "layer" else (norm, layer))).half().eval()
+    gm, x = symbolic_trace(model), torch.full((1, 1, 1, 1), 1e-4).half()
+    expected = copy.deepcopy(gm)(x)
+    FoldBatchNorm()(gm)
+    assert "finite" in str(refold.result(gm)) and not refold.history(gm)
+    assert torch.equal(gm(x), expected) and expected.isfinite().all()
+    norm.running_var.fill_(1.0)
+    assert len(refold.result(FoldBatchNorm()(symbolic_trace(model))).rewritten) == 1
+
+
+def test_a_module_is_not_taken_for_a_reshape_by_its_name():
+    class Doubles(nn.Module):
+        def forward(self, x):
+            return x.flatten(0, 1) * x.flatten(0, 1)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.reshape, self.norm = nn.Linear(3, 4), Doubles(), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(self.reshape(self.layer(x)))
+
+    class Leaves(torch.fx.Tracer):
+        def is_leaf_module(self, module, path):
+            return isinstance(module, Doubles) or super().is_leaf_module(module, path)
+
+    model, x = settle(Model()).double().eval(), torch.randn(2, 5, 3, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    gm = torch.fx.GraphModule(model, Leaves().trace(model))
+    FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(x)
+    FoldBatchNorm()(gm)
+    torch.testing.assert_close(gm(x), reference(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_input_that_is_a_buffer(captured):
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+            self.register_buffer("rows", torch.randn(5, 4))
+
+        def forward(self, x):
+            return x + self.norm(F.linear(self.rows, self.layer.weight, self.layer.bias))
+
+    gm = folded(Constant(), torch.randn(5, 4, dtype=torch.float64), captured)
+    assert len(refold.result(gm).rewritten) == 1

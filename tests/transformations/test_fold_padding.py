@@ -176,3 +176,43 @@ def test_a_pad_of_a_pad_and_sizes_that_are_computed():
     FoldPadding()(gm)
     assert tuple(gm.conv.padding) == (1, 3) and sum(map(is_pad, gm.graph.nodes)) == 1
     assert "is computed" in str(refold.result(gm))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+def test_a_convolution_that_its_parent_runs_as_well_stays():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x):
+            return self.block(x), self.block.conv(F.pad(x, (1, 1, 1, 1)))
+
+    class Leaves(torch.fx.Tracer):
+        def is_leaf_module(self, module, path):
+            return isinstance(module, Block) or super().is_leaf_module(module, path)
+
+    model = Both()
+    gm, reference = torch.fx.GraphModule(model, Leaves().trace(model)), copy.deepcopy(model)
+    FoldPadding()(gm)
+    assert len(refold.history(gm)) == 0 and "also run by block" in str(refold.result(gm))
+    assert all(map(torch.equal, gm(X2), reference(X2)))
+
+
+def test_a_pad_in_another_mode_stays():
+    gm = symbolic_trace(Of(nn.ZeroPad2d(1), nn.Conv2d(3, 4, 3)))
+    pad, conv = (n for n in gm.graph.nodes if n.op == "call_module")
+    for place, mode in ((pad, False), (conv, True)):
+        with gm.graph.inserting_before(place):
+            gm.graph.call_function(torch._C._set_grad_enabled, (mode,))
+    gm.recompile()
+    FoldPadding()(gm)
+    assert len(refold.history(gm)) == 0 and "is switched between" in str(refold.result(gm))

@@ -132,3 +132,42 @@ def test_a_dead_channel_of_unknown_rank_is_refused() -> None:
     with torch.no_grad():
         model[1].weight[2] = 0
     assert "one of its scales is 0" in reasons(FuseBatchNorm1dInLinear(), model, torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("how", ["symbolic", "exported"])
+@pytest.mark.parametrize("order", ["lnnl", "lnln", "nnln", "lnnn"])
+def test_norms_in_a_row(order: str, how: str) -> None:
+    parts = [nn.Linear(4, 4) if letter == "l" else nn.BatchNorm1d(4) for letter in order]
+    model: nn.Module = settle(nn.Sequential(*parts)).eval()
+    model = exported((model, (torch.randn(3, 4),)))[0] if how == "exported" else model
+    gm = rewritten(FuseBatchNorm1dInLinear(), model, torch.randn(3, 4))
+    # where the rank is not known, a layer that looks at it when it runs takes one norm alone
+    most = order.count("n") if how == "exported" else min(order.count("n"), order.count("l"))
+    assert len(refold.result(gm).rewritten) == most
+
+
+def test_a_norm_whose_input_is_written_before_the_layer_runs_is_refused() -> None:
+    class Writes(Shares):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            x = x * 1.5
+            normed = self.norm(x)
+            x.add_(1)
+            return self.linear(normed), x
+
+    text = reasons(FuseBatchNorm1dInLinear(), Writes(1, 1), torch.randn(3, 4))
+    assert "writes into what its batch norm reads" in text
+
+
+def test_a_layer_that_reads_its_own_weight_is_refused() -> None:
+    class OwnWeight(Shares):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.norm(self.linear(self.linear.weight))
+
+    assert "is also its input" in reasons(FuseBatchNorm1dInLinear(), OwnWeight(1, 1), torch.randn(4, 4))
+
+
+def test_weights_that_would_overflow_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, eps=1e-7)).eval()
+    nn.init.constant_(model[0].weight, 100.0)
+    model[1].running_var.fill_(1e-6)
+    assert "finite" in reasons(FuseBatchNorm1dInLinear(), model.half(), torch.full((1, 2), 1e-4).half())

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from checking import reasons, rewritten
 from torch import nn
 from torch.fx import symbolic_trace
+from torch.fx.passes.shape_prop import ShapeProp
 
 import refold
 from refold import FuseBatchNorm2dInConv2d
@@ -151,18 +152,58 @@ def test_changed_weights_of_a_dead_channel_are_refused() -> None:
     assert gm.code == code and len(refold.history(gm)) == 1
 
 
+class Functions(Shares):
+    """As functions, with any padding."""
+
+    padding: int | str = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.conv2d(x, self.conv.weight, self.conv.bias, padding=self.padding)
+        n = self.norm
+        return F.batch_norm(y, n.running_mean, n.running_var, n.weight, n.bias, False, 0.1, n.eps)
+
+
 @pytest.mark.parametrize("how", ["function", "aten"])
 @pytest.mark.parametrize("padding", [1, "same"])
 def test_functions_and_aten_operators(how: str, padding: int | str) -> None:
-    class Functions(Shares):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = F.conv2d(x, self.conv.weight, self.conv.bias, padding=padding)
-            n = self.norm
-            return F.batch_norm(y, n.running_mean, n.running_var, n.weight, n.bias, False, 0.1, n.eps)
-
     model, x = Functions(1, 1), torch.randn(IMAGE)
-    gm = rewritten(FuseBatchNorm2dInConv2d(), exported((model, (x,)))[0] if how == "aten" else model, x, sites=1)
+    model.padding = padding
+    if how == "aten":
+        gm = exported((model, (x,)))[0]
+    else:
+        gm = symbolic_trace(model)
+        ShapeProp(gm).propagate(x)
+    gm = rewritten(FuseBatchNorm2dInConv2d(), gm, x, sites=1)
     assert [name for name, _ in gm.named_parameters()] == ["conv.weight", "conv.bias"]
+
+
+def test_without_a_batch_the_function_runs_over_another_axis() -> None:
+    x = torch.randn(4, 4, 4)
+    assert "rank of its input is not known" in reasons(FuseBatchNorm2dInConv2d(), Functions(1, 1), x)
+    gm, _ = exported((Functions(1, 1), (x,)))
+    assert "axis 1 of a 3-D value" in reasons(FuseBatchNorm2dInConv2d(), gm, x)
+
+
+def test_a_chain_without_anything_between() -> None:
+    parts = [nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)]
+    model, x = settle(nn.Sequential(*parts)).eval(), torch.randn(IMAGE)
+    rewritten(FuseBatchNorm2dInConv2d(), model, x, sites=3)
+    rewritten(FuseBatchNorm2dInConv2d(), exported((model, (x,)))[0], x, sites=3)
+
+
+def test_a_convolution_that_reads_its_own_weight_is_refused() -> None:
+    class OwnWeight(Shares):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.norm(self.conv(self.conv.weight))
+
+    assert "is also its input" in reasons(FuseBatchNorm2dInConv2d(), OwnWeight(1, 1), torch.randn(4, 4, 1, 1))
+
+
+def test_weights_that_would_overflow_are_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1, eps=1e-7)).eval()
+    nn.init.constant_(model[0].weight, 100.0)
+    model[1].running_var.fill_(1e-6)
+    assert "finite" in reasons(FuseBatchNorm2dInConv2d(), model.half(), torch.full((1, 1, 1, 1), 1e-4).half())
 
 
 def test_mode_and_requires_grad_are_kept() -> None:

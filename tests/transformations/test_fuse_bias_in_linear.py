@@ -140,3 +140,15 @@ def test_functions_and_aten_operators(how: str) -> None:
 def test_mode_is_kept() -> None:
     gm = FuseBiasInLinear()(symbolic_trace(nn.Sequential(nn.Linear(4, 3)).eval()))
     assert not any(m.training for m in gm.modules() if isinstance(m, nn.Linear))
+
+
+def test_a_layer_that_reads_its_own_weight_is_left_alone() -> None:
+    class Gram(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + F.linear(self.layer.weight, self.layer.weight, self.layer.bias)
+
+    assert "is also its input" in reasons(FuseBiasInLinear(), Gram(), torch.randn(5, 5))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.fx import symbolic_trace
 
@@ -47,6 +48,22 @@ def test_merged_and_back(dims, exported):
     assert gm.code == code
     for (name, old), (_, new) in zip(reference.state_dict().items(), gm.state_dict().items(), strict=True):
         assert torch.equal(old, new), name
+
+
+@pytest.mark.parametrize("how", ["symbolic", "captured"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_an_input_without_a_batch(dims, how):
+    model = Parallel(*(CONVS[dims](4, n, 3, padding=1) for n in (6, 5))).double()
+    x = torch.randn(4, *[6] * dims, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    gm = refold.trace(model, x) if how == "captured" else symbolic_trace(model)
+    code = gm.code
+    MergeConvolutions()(gm)
+    assert len(refold.result(gm).rewritten) == 1
+    for a, b in zip(gm(x), reference(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    refold.undo(gm)
+    assert gm.code == code
 
 
 @pytest.mark.parametrize(
@@ -97,3 +114,40 @@ def test_training_while_merged_comes_back():
     expected = gm(x)
     refold.undo(gm)
     assert all(torch.allclose(a, b) for a, b in zip(gm(x), expected, strict=True))
+
+
+@pytest.mark.parametrize("functions", [False, True])
+def test_an_input_that_is_a_buffer(functions):
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1)
+            self.register_buffer("image", torch.randn(2, 3, 4, 4))
+
+        def run(self, conv):
+            return F.conv2d(self.image, conv.weight, conv.bias) if functions else conv(self.image)
+
+        def forward(self, x):
+            return x + self.run(self.a) + self.run(self.b)
+
+    model, x = Constant().double(), torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    reference, gm = copy.deepcopy(model), refold.trace(model, x)
+    code = gm.code
+    MergeConvolutions()(gm)
+    assert len(refold.result(gm).rewritten) == 1
+    torch.testing.assert_close(gm(x), reference(x), rtol=1e-12, atol=1e-12)
+    refold.undo(gm)
+    assert gm.code == code
+
+
+def test_views_with_sizes_given_by_name():
+    class Viewed(Parallel):
+        def forward(self, x):
+            return [conv(input=x).view(size=(2, -1)) for conv in self.convs]
+
+    model, x = Viewed(nn.Conv2d(4, 2, 1), nn.Conv2d(4, 3, 1)).double(), torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    reference, gm = copy.deepcopy(model), symbolic_trace(model)
+    MergeConvolutions()(gm)
+    assert len(refold.result(gm).rewritten) == 1
+    for a, b in zip(gm(x), reference(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import symbolic_trace
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import refold
 from refold.capture import trace
@@ -75,6 +76,15 @@ def test_other_pools_stay_and_say_why(name):
 def test_sizes_that_are_not_known_are_not_guessed():
     gm = symbolic_trace(Of(nn.AvgPool2d(9, ceil_mode=True)))
     assert "not known" in str(refold.explain(gm, PoolByMean()))
+
+
+def test_sizes_of_an_example_do_not_hold_for_every_run():
+    model, x = Of(nn.AvgPool2d(4)), torch.randn(1, 2, 8, 8)
+    gm = symbolic_trace(model)
+    FakeTensorProp(gm).propagate(torch.randn(1, 2, 4, 4))
+    PoolByMean()(gm)
+    assert not refold.history(gm) and "for every run" in str(refold.result(gm))
+    assert torch.equal(gm(x), copy.deepcopy(model)(x))
 
 
 def test_the_batch_may_be_of_any_size():

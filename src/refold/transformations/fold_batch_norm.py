@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from torch.fx import Node
 
 from refold.attention import same_size
 from refold.edit import Editor
-from refold.folding import fold, largest_first, why_not_foldable
+from refold.folding import fold, largest_first, must_wait, why_not_foldable, why_read_by_others
 from refold.match import (
     Call,
     GraphView,
@@ -80,6 +79,7 @@ class FoldBatchNorm(Rewrite):
 
     def _found(self, view: GraphView) -> Iterator[Site | Skip]:
         taken: set[Node] = set()
+        gone: set[Node] = set()
         for node in view.nodes:
             norm = _match_norm(view, node)
             if norm is None:
@@ -87,19 +87,20 @@ class FoldBatchNorm(Rewrite):
             if isinstance(norm, str):
                 yield Skip(node, norm)
                 continue
-            chosen = self._choose(view, norm, taken)
+            chosen = self._choose(view, norm, taken, gone)
             if isinstance(chosen, str):
                 yield Skip(node, chosen)
                 continue
-            taken |= {chosen.layer.node, node}
+            taken.add(chosen.layer.node)
+            gone.add(node)
             yield Site((chosen.layer.node, node), f"folded {node.name} into {chosen.layer.node.name}", chosen)
 
-    def _choose(self, view: GraphView, norm: Call, taken: set[Node]) -> Pair | str:
+    def _choose(self, view: GraphView, norm: Call, taken: set[Node], gone: set[Node]) -> Pair | str:
         """The layer that a batch norm goes into, or why there is none, as a sentence."""
         reasons: list[str] = []
         for pair in _neighbours(view, norm):
             reason = pair if isinstance(pair, str) else _why_not(view, pair)
-            if isinstance(pair, Pair) and pair.layer.node in taken:
+            if isinstance(pair, Pair) and must_wait(pair.layer, norm, taken, gone):
                 reason = "its neighbour is folded already"  # the next round sees it again
             if reason is None and isinstance(pair, Pair):
                 return pair
@@ -108,23 +109,23 @@ class FoldBatchNorm(Rewrite):
 
     def rewrite(self, site: Site, edit: Editor) -> None:
         pair: Pair = site.detail
-        norm = pair.norm
+        norm, operation = pair.norm, _operation(pair)
         if pair.place == "flattened":  # the rows take the norm's place, so that it stands behind the layer itself
             norm.node.replace_all_uses_with(norm.input, propagate_meta=False)
             norm.node.replace_input_with(norm.input, pair.layer.node)
             norm = replace(norm, input=pair.layer.node)
-        channel = 1 if pair.place == "before" else 0
-        guard = pair.kind == "linear" and pair.place != "flattened" and rank_of(norm.input) is None
-        kind = _weight_map(pair)
-        self.mark_as_transformed(fold(edit, pair.layer, norm, channel=channel, keep=self.keep, guard=guard, kind=kind))
+        self.mark_as_transformed(fold(edit, pair.layer, norm, operation, self.keep))
 
 
-def _weight_map(pair: Pair) -> Any:
+def _operation(pair: Pair) -> FoldMap:
+    eps = float(pair.norm.settings["eps"])
+    channel, first = (1, "norm") if pair.place == "before" else (0, "linear")
     if pair.kind == "transposed":
-        return partial(FoldBatchNormInTransposed, groups=pair.groups)
+        return FoldBatchNormInTransposed(eps, channel, first, groups=pair.groups)
     if pair.kind == "conv" and pair.place == "before":
-        return partial(FoldBatchNormBeforeConvolution, dims=pair.dims)
-    return FoldMap
+        return FoldBatchNormBeforeConvolution(eps, channel, first, dims=pair.dims)
+    guard = pair.kind == "linear" and pair.place != "flattened" and rank_of(pair.norm.input) is None
+    return FoldMap(eps, channel, first, guard)
 
 
 def _match_norm(view: GraphView, node: Node) -> Match:
@@ -182,9 +183,9 @@ def _why_not(view: GraphView, pair: Pair) -> str | None:
         return reason
     if pair.norm.operands["running_var"].tensor.numel() != pair.features:
         return "it has another number of channels than the layer beside it"
-    if pair.place == "flattened":
-        return _why_read_elsewhere(pair) or _why_not_own(view, pair)
-    return why_not_foldable(view, pair.layer, pair.norm, first=pair.norm if pair.place == "before" else pair.layer)
+    first, second = (pair.norm, pair.layer) if pair.place == "before" else (pair.layer, pair.norm)
+    reason = _why_read_elsewhere(pair) if pair.place == "flattened" else why_read_by_others(first, second)
+    return reason or why_not_foldable(view, pair.layer, pair.norm, _operation(pair))
 
 
 def _why_not_exact(view: GraphView, pair: Pair) -> str | None:
@@ -193,9 +194,16 @@ def _why_not_exact(view: GraphView, pair: Pair) -> str | None:
         return None if pair.place == "flattened" else _why_not_linear(pair, rank)
     if rank is not None and rank != pair.dims + 2:
         return f"it runs over axis 1 of a {rank}-D value, which is not the channel axis of the convolution"
-    if rank is None and pair.norm.path is None:
+    if rank is None and not _tells_rank(view, pair):
         return "the rank of its input is not known"
     return _why_not_before(pair) if pair.place == "before" else None
+
+
+def _tells_rank(view: GraphView, pair: Pair) -> bool:
+    """BatchNorm2d and 3d take values of one rank, with a batch; BatchNorm1d and the function take others too."""
+    if pair.norm.path is None or pair.dims == 1:
+        return False
+    return match_batch_norm(view, pair.norm.node, pair.dims) is not None
 
 
 def _why_not_linear(pair: Pair, rank: int | None) -> str | None:
@@ -242,17 +250,4 @@ def _why_read_elsewhere(pair: Pair) -> str | None:
         only_shape = place is not None and [i for i, a in enumerate(user.args) if a is node] == [place]
         if user is not rows and not only_shape:
             return f"the output of {node.name} is also read by {user.name}"
-    return None
-
-
-def _why_not_own(view: GraphView, pair: Pair) -> str | None:
-    """The shared check, with the reshape taken for the layer's own."""
-    reason = view.why_shared(pair.layer) or view.why_shared(pair.norm)
-    if reason is not None:
-        return reason
-    gamma = pair.norm.operands.get("gamma")
-    if pair.norm.operands["running_var"].tensor.device != pair.layer.weight.device:
-        return "it and its layer are on different devices"
-    if gamma is not None and gamma.tensor.requires_grad and not pair.layer.weight.requires_grad:
-        return "it is trainable while its layer is frozen"
     return None

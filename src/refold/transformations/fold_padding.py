@@ -124,6 +124,11 @@ def _convolution_behind(view: GraphView, pad: _Pad) -> tuple[Call, tuple[int, ..
                 return call
             if call is None or call.input is not pad.node:
                 continue
+            others = [node.name for node in view.reached_by(call.path) if node is not user] if call.path else []
+            if others:
+                return f"the convolution behind it is also run by {', '.join(others)}"
+            if view.mode_switches_between(pad.node, user):
+                return "gradients, autocast or inference mode is switched between it and the convolution"
             writer = writes_to(view.gm, pad.source, view.writers_between(pad.node, user))
             if writer is not None:
                 return f"{writer.name} writes into what it pads before the convolution reads it"

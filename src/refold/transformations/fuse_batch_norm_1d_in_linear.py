@@ -6,9 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch.fx import Node
+
 from refold.edit import Editor
-from refold.folding import fold, largest_first, why_not_foldable
+from refold.folding import fold, largest_first, must_wait, why_not_foldable, why_read_by_others
 from refold.match import Call, GraphView, match_batch_norm, match_linear, rank_of
+from refold.operations.batch_norm import FoldBatchNorm
 from refold.rewrite import Example, Rewrite, Site, Skip
 
 
@@ -38,7 +41,8 @@ class FuseBatchNorm1dInLinear(Rewrite):
         return largest_first(self._found(view), lambda site: site.detail[0].weight)
 
     def _found(self, view: GraphView) -> Iterator[Site | Skip]:
-        taken: set[object] = set()
+        taken: set[Node] = set()
+        gone: set[Node] = set()
         for node in view.nodes:
             norm = match_batch_norm(view, node, dims=1)
             if norm is None:
@@ -48,14 +52,16 @@ class FuseBatchNorm1dInLinear(Rewrite):
                 continue
             reasons: list[str] = []
             for linear in self._neighbours(view, norm):
-                reason = _why_not(view, linear, norm) if linear.node not in taken else "its neighbour is folded already"
+                waits = must_wait(linear, norm, taken, gone)
+                reason = "its neighbour is folded already" if waits else _why_not(view, linear, norm)
                 if reason is None:
-                    taken |= {linear.node, node}
+                    taken.add(linear.node)
+                    gone.add(node)
                     yield Site((linear.node, node), f"folded {node.name} into {linear.node.name}", (linear, norm))
                     reasons = []
                     break
                 reasons.append(reason)
-            if node not in taken:
+            if node not in gone:
                 yield Skip(node, reasons[0] if reasons else "no linear layer stands directly before or behind it")
 
     def _neighbours(self, view: GraphView, norm: Call) -> list[Call]:
@@ -66,14 +72,18 @@ class FuseBatchNorm1dInLinear(Rewrite):
 
     def rewrite(self, site: Site, edit: Editor) -> None:
         linear, norm = site.detail
-        channel = 0 if norm.input is linear.node else 1
-        node = fold(edit, linear, norm, channel=channel, keep=self.keep, guard=rank_of(norm.input) is None)
-        self.mark_as_transformed(node)
+        self.mark_as_transformed(fold(edit, linear, norm, _operation(linear, norm), self.keep))
+
+
+def _operation(linear: Call, norm: Call) -> FoldBatchNorm:
+    guard, eps = rank_of(norm.input) is None, float(norm.settings["eps"])
+    behind = norm.input is linear.node
+    return FoldBatchNorm(eps, 0, "linear", guard) if behind else FoldBatchNorm(eps, 1, "norm", guard)
 
 
 def _why_not(view: GraphView, linear: Call, norm: Call) -> str | None:
-    first = linear if norm.input is linear.node else norm
-    features = linear.weight.shape[0 if first is linear else 1]
+    operation = _operation(linear, norm)
+    features = linear.weight.shape[operation.channel]
     if norm.operands["running_var"].tensor.numel() != features:
         return "it normalises another axis than the linear layer's features"
     rank = rank_of(norm.input)
@@ -81,9 +91,10 @@ def _why_not(view: GraphView, linear: Call, norm: Call) -> str | None:
         return f"it runs over axis 1 of a {rank}-D value, and the linear layer over the last"
     if rank is None and _has_dead_channel(norm):
         return "the rank of its input is not known, and one of its scales is 0"
-    if first is norm and linear.node.args[:1] != (norm.node,) and linear.node.kwargs.get("input") is not norm.node:
+    first, second = (linear, norm) if operation.first == "linear" else (norm, linear)
+    if second.input is not first.node:
         return "it is not the linear layer's input"
-    return why_not_foldable(view, linear, norm, first=first)
+    return why_read_by_others(first, second) or why_not_foldable(view, linear, norm, operation)
 
 
 def _has_dead_channel(norm: Call) -> bool:

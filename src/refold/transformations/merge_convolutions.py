@@ -38,7 +38,8 @@ class _Conv:
 class MergeConvolutions(ReversibleRewrite):
     """Merge convolutions that read the same input and have the same kernel size, stride, padding and dilation.
 
-    `y₁ = W₁ ∗ x + b₁, y₂ = W₂ ∗ x + b₂`  becomes  `y = [W₁; W₂] ∗ x + [b₁; b₂]`, `y₁ = y[:, :n₁]`, `y₂ = y[:, n₁:]`.
+    `y₁ = W₁ ∗ x + b₁, y₂ = W₂ ∗ x + b₂`  becomes  `y = [W₁; W₂] ∗ x + [b₁; b₂]`, `y₁ = y[:, :n₁]`, `y₂ = y[:, n₁:]`
+    (the channel axis counted from the last one, so that an input without a batch is right too).
 
     Grouped convolutions are left alone: their output channels would belong to other groups. All or none must have a
     bias. The originals come back by slicing the current weights, and share the merged memory meanwhile.
@@ -80,10 +81,10 @@ class MergeConvolutions(ReversibleRewrite):
                 yield from (Skip(conv.call.node, reason) for conv in group)
                 continue
             names = ", ".join(_name(conv.call) for conv in group)
-            yield Site(tuple(conv.call.node for conv in group), f"merged {names}", [conv.call for conv in group])
+            yield Site(tuple(conv.call.node for conv in group), f"merged {names}", group)
 
     def rewrite(self, site: Site, edit: Editor) -> None:
-        calls: list[Call] = site.detail
+        calls = [conv.call for conv in site.detail]
         path = edit.free_path(merged_path([_name(call) for call in calls]))
         widths = tuple(int(call.weight.shape[0]) for call in calls)
         weight = _concatenate(edit, calls, "weight", f"{path}.weight", widths)
@@ -91,22 +92,22 @@ class MergeConvolutions(ReversibleRewrite):
         merged = _insert(edit, calls, path, weight, bias)
         self.mark_as_transformed(merged)
         start = 0
-        for call, width in zip(calls, widths, strict=True):
-            self._become_slice(edit, call, merged, start, start + width)
+        for conv, width in zip(site.detail, widths, strict=True):
+            self._become_slice(edit, conv, merged, start, start + width)
             start += width
 
-    def _become_slice(self, edit: Editor, call: Call, merged: Node, start: int, stop: int) -> None:
-        node = call.node
+    def _become_slice(self, edit: Editor, conv: _Conv, merged: Node, start: int, stop: int) -> None:
+        call, node = conv.call, conv.call.node
         fetches = [n for n in node.all_input_nodes if n.op == "get_attr"]
         if call.kind == "aten":
-            node.target, node.args = aten.slice.Tensor, (merged, 1, start, stop)
+            node.target, node.args = aten.slice.Tensor, (merged, -conv.dims - 1, start, stop)
         else:
-            where: Any = (slice(None), slice(start, stop))
+            where: Any = (..., slice(start, stop), *[slice(None)] * conv.dims)
             node.op, node.target, node.args = "call_function", operator.getitem, (merged, where)
         node.kwargs = {}
         self.mark_as_transformed(node)
         make_views_reshapes(edit.gm, node)
-        for fetch in fetches:
+        for fetch in [n for n in fetches if not n.users]:  # the input may be fetched as well, and stays
             edit.graph.erase_node(fetch)
         for name in [call.path] if call.path else [operand.name for operand in call.operands.values()]:
             edit.remove(name)
@@ -139,9 +140,6 @@ def _why_not(view: GraphView, conv: _Conv) -> str | None:
         return "it is grouped"
     if not all(isinstance(value, str | tuple) for value in conv.geometry):
         return "its geometry is computed"
-    noted = conv.call.node.meta.get("val")
-    if isinstance(noted, torch.Tensor) and noted.dim() != conv.dims + 2:
-        return "its input has no batch dimension"
     return view.why_shared(conv.call) or why_not_sliceable(view, conv.call.node)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Node
 
 from refold.edit import Editor
-from refold.match import GraphView, bind, example_value, per_axis, why_not_plain
+from refold.match import GraphView, bind, example_value, per_axis, proves_shapes, why_not_plain
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 
 aten = torch.ops.aten
@@ -29,7 +29,8 @@ class PoolByMean(ReversibleRewrite):
     `avg_pool(x, k) = mean(x, its last d axes)`  where `k ≥` the input's size along each of them, without padding.
 
     Some models pool with a window far larger than any input (1280 × 1280 over 7 × 7, cut off by `ceil_mode`). Compilers
-    that take the window at its word spend a second in it. The sizes must be known: those of a captured graph are.
+    that take the window at its word spend a second in it. The sizes must be known for every run: those of a captured
+    graph are.
     """
 
     kind: ClassVar[str] = "graph"
@@ -84,8 +85,8 @@ def _why_not(source: Node, node: Node, dims: int, settings: dict[str, Any]) -> s
     if settings.get("divisor_override") is not None:
         return "it divides by a number of its own"
     noted = example_value(source)
-    if noted is None or not noted.is_floating_point() or noted.dim() < dims:
-        return "the size of its input is not known"
+    if noted is None or not proves_shapes(noted) or not noted.is_floating_point() or noted.dim() < dims:
+        return "the size of its input is not known for every run"
     sizes = noted.shape[-dims:]
     if not all(isinstance(size, int) for size in (*sizes, *per_axis(settings["kernel_size"], dims))):
         return "the size of its input is not fixed"
