@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from refold import fx_private
+from refold.aliasing import written_memory
 from refold.match import GraphView, example_value
 from refold.purity import is_pure, name_of
 
@@ -24,14 +25,18 @@ class Constants:
     def __init__(self, view: GraphView, *, parameters: bool = False) -> None:
         self.gm = view.gm
         self._parameters = parameters
-        self._written = {target for i in view.writers for target in _written(view, i)}
+        self._written = written_memory(view.gm, view.nodes)
         self._values: dict[Node, Any] = {}
         self._failed: set[Node] = set()
         self.nodes: set[Node] = set()
         self.weighted: set[Node] = set()
         """Those that depend on a parameter or on a buffer of the checkpoint."""
+        casting: set[Node] = set()
         for node in view.nodes:
-            if self._is_constant(node):
+            if getattr(node.target, "__name__", "") == "_enter_autocast" and node.args[2:3] != (False,):
+                casting.add(node)
+            casting -= set(node.all_input_nodes)  # autocast is left by a call on what entered it
+            if self._is_constant(node) and (not casting or node.op == "get_attr"):
                 self.nodes.add(node)
                 self.weighted |= {node} if self._is_weighted(node) else set()
 
@@ -120,14 +125,6 @@ class Constants:
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _written(view: GraphView, place: int) -> set[Node]:
-    """What a writer may write into."""
-    from refold.aliasing import memory_roots, written_by
-
-    writer = view.nodes[place]
-    return set().union(*(memory_roots(view.gm, target) for target in written_by(view.gm, writer)))
 
 
 def is_device_of_input(node: Node) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -91,20 +93,15 @@ class Editor:
             fx_private.table(owner, name).pop(key, None)
 
     def free_path(self, path: str) -> str:
-        """This path, or one like it that is not taken yet."""
-        candidate, number = path, 1
-        while self._taken(candidate):
-            number += 1
-            candidate = f"{path}_{number}"
-        return candidate
-
-    def _taken(self, path: str) -> bool:
-        parent, _, key = path.rpartition(".")
-        try:
-            owner = self.gm.get_submodule(parent)
-        except AttributeError:
-            return False
-        return hasattr(owner, key)
+        """This path, or one like it: all but its end are modules, or can be made, and its end is not taken yet."""
+        *parents, end = path.split(".")
+        owner: nn.Module = self.gm
+        found: list[str] = []
+        for part in parents:
+            part = next(name for name in _numbered(part) if _is_container(owner, name) or not hasattr(owner, name))
+            owner = fx_private.table(owner, "_modules").get(part) or nn.Module()
+            found.append(part)
+        return ".".join([*found, next(name for name in _numbered(end) if not hasattr(owner, name))])
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -125,6 +122,16 @@ class Editor:
         if tensor is None:
             raise KeyError(f"there is no parameter or buffer named {name}")
         return tensor
+
+
+def _numbered(name: str) -> Iterator[str]:
+    return chain([name], (f"{name}_{number}" for number in count(2)))
+
+
+def _is_container(owner: nn.Module, name: str) -> bool:
+    """Whether a module has a child of this name that can be copied, and so be put into."""
+    child = fx_private.table(owner, "_modules").get(name)
+    return child is not None and not isinstance(child, torch.jit.ScriptModule)
 
 
 def _release(record: MapRecord, old: Tensors, new: Tensors) -> None:

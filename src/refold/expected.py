@@ -127,7 +127,7 @@ def _is_retrace(gm: GraphModule, expected: Sequence[NodeRecord], found: Sequence
 def _install(gm: GraphModule, expected: Sequence[NodeRecord]) -> None:
     """Put the expected graph in the place of its retrace, and drop the constants that the retrace made."""
     wanted = {record.target for record in expected if record.op == "get_attr"}
-    invented = [n.target for n in gm.graph.nodes if n.op == "get_attr" and n.target not in wanted]
+    invented = {n.target for n in gm.graph.nodes if n.op == "get_attr"} - wanted
     gm.graph = _build(gm, expected)
     for name in invented:
         if isinstance(name, str) and name.startswith("_tensor_constant"):

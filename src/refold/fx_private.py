@@ -383,6 +383,20 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def extent_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """The bytes that a tensor lies in: a storage where it has no address, else 0; the first byte and the last. None for
+    a tensor that has no memory."""
+    try:
+        storage = tensor.untyped_storage()
+        start, last = (place * tensor.element_size() for place in span_of(tensor))
+    except (RuntimeError, NotImplementedError):
+        return None
+    if not tensor.numel():
+        return None
+    address = storage_of(tensor) or 0
+    return (0 if address else int(storage._cdata)), address + start, address + last + tensor.element_size() - 1
+
+
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The first and the last element of its memory that a tensor uses."""
     start = int(tensor.storage_offset())

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from refold import fx_private
+
 _HOMES = ("torch", "_operator", "math", "builtins")
+_RUNNERS = (
+    "torch.autograd.function", "torch.distributed", "torch.func", "torch._functorch", "torch.jit", "torch.utils",
+    "torch.ops.higher_order", "torch._higher_order_ops",
+)  # fmt: skip
+"""Parts of torch that run the code of others, or talk to other processes."""
 
 
 def is_known_function(target: Any) -> bool:
@@ -17,13 +24,25 @@ def is_known_function(target: Any) -> bool:
         return str(target).partition(".")[0] in ("aten", "prims")
     if type(target).__module__.startswith("torch._library"):  # what torch.library.custom_op makes of a function
         return False
-    home = (getattr(target, "__module__", None) or "").split(".")[0]
-    return home in _HOMES or (not home and hasattr(torch.Tensor, getattr(target, "__name__", "")))
+    module = getattr(target, "__module__", None) or ""
+    if not module:
+        return hasattr(torch.Tensor, getattr(target, "__name__", ""))
+    return module.split(".")[0] in _HOMES and not any(_lies_in(module, runner) for runner in _RUNNERS)
+
+
+def _lies_in(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
 
 
 def is_known_module(module: nn.Module) -> bool:
-    """Whether a module is of a class of torch."""
-    return type(module).__module__.startswith("torch.nn.")
+    """Whether a module runs torch's code alone: it and all in it are of classes of torch, with the forward of their
+    class and without hooks."""
+    return all(_is_as_torch_made_it(m) for m in module.modules())
+
+
+def _is_as_torch_made_it(module: nn.Module) -> bool:
+    own = type(module).__module__.startswith("torch.nn.") and "forward" not in module.__dict__
+    return own and not fx_private.has_hooks(module)
 
 
 def only_holds(target: Any) -> bool:

@@ -101,6 +101,11 @@ def readers_behind(gm: GraphModule, node: Node) -> Iterator[Node]:
 def layout_reader(gm: GraphModule, node: Node) -> Node | None:
     """A node that may depend on how a value lies, be it far behind. What leaves the graph counts too."""
     for reader in readers_behind(gm, node):
-        if reader.op == "output" or reader.target in VIEWS or reader.target in NEED_LAYOUT or is_foreign(gm, reader):
+        if reader.op == "output" or needs_layout(gm, reader):
             return reader
     return None
+
+
+def needs_layout(gm: GraphModule, node: Node) -> bool:
+    """Whether a call works on some layouts alone, or tells what the layout is, or may."""
+    return node.target in VIEWS or node.target in NEED_LAYOUT or is_foreign(gm, node)

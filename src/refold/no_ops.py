@@ -24,11 +24,13 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 @dataclass(frozen=True)
 class NoOp:
-    """A call that gives back a value that is there already: why, how many calls back, and whether it made a copy."""
+    """A call that gives back a value that is there already: why, how many calls back, whether it made a copy, and
+    whether it handed on its very input, not a view."""
 
     why: str
     back: int = 1
     copies: bool = False
+    same: bool = False
 
 
 Rule = Callable[[GraphView, Node], NoOp | str | None]
@@ -54,7 +56,7 @@ def match_no_op(view: GraphView, node: Node) -> NoOp | str | None:
     if node.op not in ("call_function", "call_method"):
         return None
     apply = _RULES.get(name_of(node))
-    return apply(view, node) if apply is not None else None
+    return apply(view, node) if apply is not None and "out" not in node.kwargs else None
 
 
 def source_of(node: Node, back: int) -> Node | None:
@@ -76,15 +78,15 @@ def _module(view: GraphView, node: Node) -> NoOp | str | None:
     if fx_private.has_hooks(module) or "forward" in module.__dict__ or len(node.args) + len(node.kwargs) != 1:
         return "its module is hooked or called in another way"
     if type(module) is nn.Identity:
-        return NoOp("an identity")
+        return NoOp("an identity", same=True)
     if module.training and module.p != 0:
         return "it drops values at random: its module is in training mode"
-    return NoOp("a dropout that drops nothing")
+    return NoOp("a dropout that drops nothing", same=True)
 
 
 @rule("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 def _dropout(view: GraphView, node: Node) -> NoOp | str | None:
-    return NoOp("a dropout that drops nothing") if drops_nothing(node) else "it drops values at random"
+    return NoOp("a dropout that drops nothing", same=True) if drops_nothing(node) else "it drops values at random"
 
 
 # --- copies and casts --------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ def _clone(view: GraphView, node: Node) -> NoOp | str | None:
 def _contiguous(view: GraphView, node: Node) -> NoOp | str | None:
     if len(node.args) + len(node.kwargs) != 1:
         return None
-    return NoOp("its input is contiguous already") if _surely_contiguous(view, node.args[0]) else None
+    return NoOp("its input is contiguous already", same=True) if _surely_contiguous(view, node.args[0]) else None
 
 
 _KEEPS_CONTIGUOUS = {"view", "reshape", "flatten", "unsqueeze", "alias", "dropout"}
@@ -138,7 +140,9 @@ def _cast(view: GraphView, node: Node) -> NoOp | str | None:
     if not noted_dtypes_hold(view):
         return "the dtypes that capture noted no longer hold: the module was cast since"
     copies = name_of(node) == "_to_copy" or node.kwargs.get("copy", False) is not False or _positional_copy(node)
-    return NoOp(f"a cast to the dtype it has ({str(after.dtype).removeprefix('torch.')})", copies=copies)
+    return NoOp(
+        f"a cast to the dtype it has ({str(after.dtype).removeprefix('torch.')})", copies=copies, same=not copies
+    )
 
 
 def _positional_copy(node: Node) -> bool:

@@ -64,11 +64,11 @@ class NodeRecord:
 
     def __getstate__(self) -> tuple[Any, ...]:
         fields = (self.target, self.args, self.kwargs)
-        return (self.name, self.op, *(map_aggregate(f, _by_name) for f in fields), self.type)
+        return (self.name, self.op, *(map_aggregate(f, by_name) for f in fields), self.type)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         name, op, target, args, kwargs, type_ = state
-        values = (name, op, *(map_aggregate(f, _resolve) for f in (target, args, kwargs)), type_)
+        values = (name, op, *(map_aggregate(f, resolve_name) for f in (target, args, kwargs)), type_)
         for slot, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, slot, value)
 
@@ -85,7 +85,8 @@ def function_name(function: Any) -> str:
     return name if module in ("builtins", "_operator") else f"{module}.{name}".removeprefix(".")
 
 
-def _by_name(value: Any) -> Any:
+def by_name(value: Any) -> Any:
+    """A name for a value that cannot be pickled; another value as it is."""
     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return OperatorName(str(value))
     if isinstance(value, torch.memory_format | torch.layout):
@@ -93,7 +94,8 @@ def _by_name(value: Any) -> Any:
     return value
 
 
-def _resolve(value: Any) -> Any:
+def resolve_name(value: Any) -> Any:
+    """What a name stands for."""
     return value.resolve() if isinstance(value, OperatorName | FormatName) else value
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from refold import fx_private
-from refold.aliasing import switches_mode, written_by
+from refold.aliasing import has_tag, own_tensors_written, switches_mode, written_by
+from refold.arguments import named_arguments
 from refold.edit import Editor
 from refold.known_code import is_known_function, is_known_module
 
@@ -30,6 +30,7 @@ _EFFECT_NAMES = {
     "setattr", "item", "tolist", "is_nonzero", "record_stream", "input", "open", "exec", "eval", "cond", "while_loop",
 }  # fmt: skip
 _FREE_FUNCTIONS: set[Any] = {getattr, len, int, float, bool, round, max, min, slice, tuple, list, operator.getitem}
+_FREE_FUNCTIONS |= {abs, pow, sum}
 _MODES_MATTER: tuple[type[nn.Module], ...] = (
     nn.Dropout,
     nn.Dropout1d,
@@ -38,8 +39,7 @@ _MODES_MATTER: tuple[type[nn.Module], ...] = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
-_MODES_MATTER += (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.RReLU)
-_MODES_MATTER += (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
+_MODES_MATTER += (nn.SyncBatchNorm, nn.RReLU, nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
 _RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -71,18 +71,27 @@ def is_pure(gm: GraphModule, node: Node) -> bool:
         return drops_nothing(node)
     if name == "scaled_dot_product_attention":
         return _argument(node, 4, "dropout_p", 0.0) == 0.0
-    return hasattr(torch.Tensor, name) if node.op == "call_method" else _pure_function(node)
+    if node.op == "call_method":
+        return hasattr(torch.Tensor, name) and not _draws(name)
+    return _pure_function(node)
 
 
 def _pure_function(node: Node) -> bool:
     target: Any = node.target
     if target in _FREE_FUNCTIONS:
         return True
-    if not is_known_function(target):
+    if not is_known_function(target) or isinstance(target, type) or getattr(target, "__module__", "") == "builtins":
         return False
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded not in target.tags and bool(target._schema.returns)
-    return not isinstance(target, type) and node.kwargs.get("training") is not True
+    given = named_arguments(node)
+    drops = given.get("training", False) is not False and given.get("dropout_p", 1.0) != 0.0
+    return not drops and not _draws(name_of(node))
+
+
+def _draws(name: str) -> bool:
+    """Whether torch's operator of a name draws random numbers."""
+    return has_tag(name, torch.Tag.nondeterministic_seeded)
 
 
 def drops_nothing(node: Node) -> bool:
@@ -101,15 +110,13 @@ def _pure_module(gm: GraphModule, path: str) -> bool:
         module = gm.get_submodule(path)
     except AttributeError:
         return False
+    if not is_known_module(module) or any(True for _ in own_tensors_written(module)):
+        return False
     return all(_pure_alone(m) for m in module.modules())
 
 
 def _pure_alone(module: nn.Module) -> bool:
-    if not is_known_module(module) or fx_private.has_hooks(module):
-        return False
-    if "forward" in module.__dict__ or getattr(module, "inplace", False) or isinstance(module, _RANDOM_MODULES):
-        return False
-    if getattr(module, "max_norm", None) is not None:  # an embedding that renormalises its weight in place
+    if getattr(module, "inplace", False) or isinstance(module, _RANDOM_MODULES):
         return False
     return not (module.training and isinstance(module, _MODES_MATTER))
 

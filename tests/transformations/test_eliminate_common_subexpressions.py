@@ -70,6 +70,7 @@ KEPT = {
     "one is written into": lambda m, x: x.sin().add_(1) + x.sin(),
     "the input is written into": lambda m, x: [x.sin(), x.add_(1), x.sin()],
     "a view of the input is written into": lambda m, x: [x.sin(), x[0].add_(1), x.sin()],
+    "gamma": lambda m, x: [a := m.weight.exp(), torch._standard_gamma(a) - torch._standard_gamma(a)],
     "both leave": lambda m, x: [x.sin(), x.sin()],
     "both leave as views": lambda m, x: [x.sin().t(), x.sin()[0]],
 }
@@ -80,6 +81,98 @@ def test_kept(name):
     gm, original = rewritten(KEPT[name])
     assert gm.code == original.code
     assert not refold.history(gm)
+
+
+def test_at_most_one_of_many_leaves():
+    gm, _ = rewritten(lambda m, x: [x.sin().sum(), x.sin(), x.sin()])
+    _, first, second = gm(X.clone())
+    assert first.data_ptr() != second.data_ptr() and names(gm).count("sin") == 2
+
+
+class Norms(nn.Module):
+    """A norm called twice in training, in every way in which its statistics move."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+        self.batch = nn.BatchNorm1d(4).double()
+        self.instance = nn.InstanceNorm1d(4, track_running_stats=True).double()
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)).double()
+
+    def forward(self, x):
+        return self.call(self, x) + self.call(self, x)
+
+
+def positional(norm):
+    return norm.running_mean, norm.running_var
+
+
+NORMS = {
+    "batch norm": lambda m, x: m.batch(x),
+    "instance norm": lambda m, x: m.instance(x),
+    "spectral norm": lambda m, x: m.spectral(x),
+    "F.batch_norm": lambda m, x: F.batch_norm(x, *positional(m.batch), None, None, True),
+    "F.instance_norm": lambda m, x: F.instance_norm(x, *positional(m.batch)),
+    "torch.batch_norm": lambda m, x: torch.batch_norm(x, None, None, *positional(m.batch), True, 0.1, 1e-5, False),
+    "aten": lambda m, x: torch.ops.aten.batch_norm.default(x, None, None, *positional(m.batch), True, 0.1, 1e-5, False),
+}
+
+
+class Leaves(torch.fx.Tracer):
+    def is_leaf_module(self, module, path):
+        return True
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_statistics_move_twice(name):
+    model = Norms(NORMS[name]).train()
+    gm = torch.fx.GraphModule(model, Leaves().trace(model))
+    original = copy.deepcopy(gm)
+    EliminateCommonSubexpressions()(gm)
+    assert not refold.history(gm)
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    assert torch.equal(gm(x), original(x))
+    state = original.state_dict()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in gm.state_dict().items())
+
+
+@pytest.mark.parametrize("call", [lambda m, x: m.batch(x), lambda m, x: F.batch_norm(x, *positional(m.batch))])
+def test_statistics_that_only_are_read_do_not_matter(call):
+    model = Norms(call).eval()
+    gm = torch.fx.GraphModule(model, Leaves().trace(model))
+    EliminateCommonSubexpressions()(gm)
+    assert refold.history(gm)
+
+
+def written_between(write, read):
+    """x·read, a write, and x·read again, on a module of a layer and a buffer of three names."""
+    root = nn.Module()
+    root.layer = nn.Linear(4, 4).double().requires_grad_(False)
+    root.register_buffer("one", torch.ones(4, dtype=torch.float64))
+    root.register_buffer("two", root.one)
+    root.register_buffer("part", root.one[1:2])
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = read(graph, x)
+    graph.call_method("mul_", (graph.get_attr(write), 2.0))
+    graph.output(graph.call_function(torch.sub, (first, read(graph, x))))
+    gm = torch.fx.GraphModule(root, graph)
+    original = copy.deepcopy(gm)
+    EliminateCommonSubexpressions()(gm)
+    x = X.double()
+    assert torch.equal(gm(x), original(x))
+    return bool(refold.history(gm))
+
+
+def test_a_tensor_is_known_by_its_memory():
+    def layer(graph, x):
+        return graph.call_module("layer", (x,))
+
+    def two(graph, x):
+        return graph.call_function(torch.mul, (x, graph.call_function(torch.sin, (graph.get_attr("two"),))))
+
+    assert not written_between("layer.weight", layer) and written_between("one", layer)
+    assert not written_between("one", two) and not written_between("part", two) and written_between("layer.bias", two)
 
 
 def test_training_mode_matters():

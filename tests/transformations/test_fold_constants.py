@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import refold
@@ -64,6 +65,116 @@ def test_parameters_on_request():
     assert names(gm) == ["add"]
     refold.undo(gm)
     assert names(gm) == ["sin", "mul", "add"] and gm.scale.requires_grad
+
+
+@pytest.mark.parametrize("taken", ["constants", "constants_2"])
+def test_names_that_modules_have_already(taken):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("constants", torch.randn(4))
+            self.register_parameter(taken, nn.Parameter(torch.randn(4))) if taken != "constants" else None
+
+        def forward(self, x):
+            return (
+                x * self.constants * getattr(self, taken) + torch.arange(4).to(torch.float32) - torch.arange(4).half()
+            )
+
+    gm = trace(Named(), X, dynamic=False)
+    original = copy.deepcopy(gm)
+    FoldConstants()(gm)
+    assert torch.equal(gm(X), original(X)) and names(gm).count("arange") == 0
+    refold.undo(gm)
+    assert gm.code == original.code
+
+
+def test_a_buffer_that_lies_in_memory_which_is_written():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.ones(4), persistent=False)
+            self.register_buffer("part", self.count[:2], persistent=False)
+            self.register_buffer("other", torch.ones(2), persistent=False)
+
+        def forward(self, x):
+            self.count.add_(1.0)
+            return x[0, :2] + self.part.sin() + self.other.sin()
+
+    gm = trace(Views(), X, dynamic=False)
+    original = copy.deepcopy(gm)
+    FoldConstants()(gm)
+    assert names(gm).count("sin") == 1
+    for _ in range(2):
+        assert torch.equal(gm(X), original(X))
+
+
+def test_a_module_of_unknown_code_may_write_its_own_buffer():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(4), persistent=False)
+
+        def forward(self, x):
+            self.n.add_(1)
+            return x
+
+    graph = torch.fx.Graph()
+    counted = graph.call_module("counter", (graph.placeholder("x"),))
+    doubled = graph.call_function(torch.mul, (graph.get_attr("counter.n"), 2.0))
+    graph.output(graph.call_function(torch.add, (counted, doubled)))
+    root = nn.Module()
+    root.counter = Counter()
+    gm = torch.fx.GraphModule(root, graph)
+    original = copy.deepcopy(gm)
+    FoldConstants()(gm)
+    assert torch.equal(gm(X), original(X)) and not refold.history(gm)
+
+
+def test_the_order_of_axes_in_memory_is_kept():
+    def viewed(m, x):
+        table = torch.arange(12.0).view(3, 4).t()
+        return (table.sin() + x.t()).t().view(12)
+
+    assert "sin" not in names(folded(viewed))
+
+    def repeated(m, x):
+        rows = torch.arange(4.0).expand(3, 4).unsqueeze(0)
+        return (rows + x.t().contiguous().t()).transpose(1, 2).view(12)
+
+    gm = folded(repeated)
+    assert "repeats values in memory" in refold.result(gm).refused[0].reason
+
+
+def test_an_embedding_that_renormalises_its_table_is_not_evaluated():
+    class Renormalising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(5, 4) * 5)
+
+        def forward(self, x):
+            return x + F.embedding(torch.tensor([0, 1, 2]), self.table, max_norm=1.0)
+
+    model = Renormalising()
+    before = model.table.detach().clone()
+    gm = torch.fx.symbolic_trace(model)
+    FoldConstants(parameters=True)(gm)
+    assert torch.equal(model.table, before)
+    assert torch.equal(gm(X), copy.deepcopy(model)(X))
+
+
+def test_autocast_is_not_left_out():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    entered = graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, None))
+    product = graph.call_function(torch.mm, (graph.call_function(torch.full, ((3, 3), 0.1)),) * 2)
+    graph.call_function(torch.amp.autocast_mode._exit_autocast, (entered,))
+    after = graph.call_function(torch.sin, (graph.call_function(torch.full, ((3, 1), 0.1)),))
+    total = graph.call_function(torch.add, (graph.call_function(torch.mm, (product.args[0], x)), after))
+    graph.output(graph.call_function(torch.add, (total, graph.call_method("sum", (product,)))))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    original = copy.deepcopy(gm)
+    FoldConstants()(gm)
+    assert torch.equal(gm(X), original(X)) and "sin" not in names(gm) and names(gm).count("mm") == 2
 
 
 def test_chance_is_not_folded():

@@ -114,6 +114,31 @@ def test_two_tied_linears_are_left_alone() -> None:
     assert "also registered as" in reasons(MergeLinears(), model, torch.randn(2, 4))
 
 
+def test_weights_that_share_memory_under_two_parameters_are_left_alone() -> None:
+    class Reads(Pair):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x) + self.second(x) + (x.sum() * self.rows).sum()
+
+    model: Pair = Reads(nn.Linear(4, 3), nn.Linear(4, 3))
+    model.register_buffer("rows", model.first.weight.data[1:])
+    gm = symbolic_trace(model)  # a copy would tear them apart
+    MergeLinears()(gm)
+    assert "its weight shares memory with rows" in str(refold.result(gm)) and not refold.history(gm)
+    whole = torch.randn(6, 4)
+    model = Pair(nn.Linear(4, 3), nn.Linear(4, 3))
+    for i, layer in enumerate((model.first, model.second)):  # parts of one storage that do not overlap
+        layer.weight = nn.Parameter(whole[3 * i : 3 * i + 3])
+    gm = symbolic_trace(model)
+    MergeLinears()(gm)
+    assert len(refold.result(gm).rewritten) == 1
+
+
+def test_a_transposed_weight_is_left_alone() -> None:
+    model = Pair(nn.Linear(4, 3), nn.Linear(4, 3))
+    model.first.weight = nn.Parameter(torch.randn(4, 3).t())
+    assert "does not lie row by row" in reasons(MergeLinears(), model, torch.randn(2, 4))
+
+
 def test_weight_read_directly_elsewhere_is_left_alone() -> None:
     class Reads(Pair):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,10 @@ def test_without_a_bias_and_after_a_round_trip_by_deepcopy() -> None:
     assert_restored(twin, before)
 
 
+def no_gradients(x: torch.fx.Proxy) -> None:
+    x.tracer.create_node("call_function", torch._C._set_grad_enabled, (False,), {})
+
+
 REFUSED: dict[str, tuple[Callable[[Adapted, torch.Tensor], torch.Tensor], str]] = {
     "output read": (lambda m, x: m.layer(x) + m.b(m.a(x)) * 0.7 + m.layer(x).sum(), "more than once"),
     "inner read": (
@@ -102,6 +106,12 @@ REFUSED: dict[str, tuple[Callable[[Adapted, torch.Tensor], torch.Tensor], str]] 
         "also read|more",
     ),
     "written between": (lambda m, x: (x := x + 0, m.layer(x), x.add_(1))[1] + m.b(m.a(x)), "writes into its input"),
+    "written before both": (
+        lambda m, x: (x := x + 0, h := x * 2.0, x.add_(1), m.layer(x) + m.b(m.a(h)))[3],
+        "writes into its input",
+    ),
+    "scaled in place": (lambda m, x: (x := x + 0, h := x.mul_(2.0), m.layer(x) + m.b(m.a(h)))[2], "in place"),
+    "gradients off": (lambda m, x: (y := m.layer(x), no_gradients(x), y + m.b(m.a(x)))[2], "switches gradients"),
 }
 
 
@@ -113,6 +123,37 @@ def test_places_that_only_look_alike_are_left_alone(name: str) -> None:
     MergeLora()(gm)
     assert gm.code == code and not refold.history(gm)
     assert any(re.search(reason, refused.reason) for refused in refold.result(gm).refused)
+
+
+def test_scaling_in_place_of_its_own_results() -> None:
+    gm = torch.fx.symbolic_trace(Adapted(lambda m, x: m.layer(x) + m.b(m.a(x).mul_(3.0)).mul_(2.0)).eval().double())
+    original, x = copy.deepcopy(gm), torch.randn(5, 24, dtype=torch.float64)
+    MergeLora()(gm)
+    assert len(refold.result(gm).rewritten) == 1
+    assert torch.allclose(gm(x), original(x))
+
+
+@pytest.mark.parametrize("between", ["drop", "identity"])
+def test_hooks_and_subclasses_between_are_left_alone(between: str) -> None:
+    class Loud(nn.Dropout):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+    for odd in (nn.Identity(), nn.Dropout(0.3), Loud()):
+        model = Adapted(lambda m, x: m.layer(x) + m.b(m.a(getattr(m, between)(x)))).eval().double()
+        setattr(model, between, odd.eval())
+        if not isinstance(odd, Loud):
+            odd.register_forward_hook(lambda module, args, output: output * 3)
+        gm = torch.fx.GraphModule(model, Leaves().trace(model))
+        original, x = copy.deepcopy(gm), torch.randn(5, 24, dtype=torch.float64)
+        MergeLora()(gm)
+        assert torch.equal(gm(x), original(x)) and not refold.history(gm)
+        assert re.search(r"left alone: (hooks|it is a Loud)", str(refold.result(gm)))
+
+
+class Leaves(torch.fx.Tracer):
+    def is_leaf_module(self, module: nn.Module, path: str) -> bool:
+        return True
 
 
 def test_another_input_is_no_adapter() -> None:

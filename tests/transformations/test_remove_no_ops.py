@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import symbolic_trace
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import refold
 from refold.capture import trace
@@ -115,6 +116,78 @@ def test_kept(name):
     assert torch.equal(gm(x.clone()), function(x.clone()))
 
 
+ALIASES = {
+    "two copies": (lambda x: x.clone().clone(), 1),
+    "two products": (lambda x: (x * 1) * 1, 1),
+    "a copy and what it was made from": (lambda x: (y := x.sin(), y.clone().clone())[:2], 1),
+    "a copy of a view of an output": (lambda x: (y := x.sin(), y.view(-1).clone())[:2], 0),
+    "two copies of one value": (lambda x: (y := x.sin(), y.clone(), y.clone())[1:], 1),
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_results_do_not_share_memory_more_than_before(name):
+    function, removed = ALIASES[name]
+    gm = trace(Of(function), X, dynamic=False)
+    RemoveNoOps()(gm)
+    assert len(refold.result(gm).rewritten if refold.history(gm) else ()) == removed
+    x = X.clone()
+    results = gm(x)
+    values = [*results, x] if isinstance(results, tuple) else [results, x]
+    assert len({v.data_ptr() for v in values}) == len(values)
+
+
+def noted(function, x):
+    gm = symbolic_trace(Of(function))
+    FakeTensorProp(gm).propagate(x)
+    return gm
+
+
+def test_out_is_written():
+    def negated(x):
+        buffer = torch.zeros_like(x)
+        torch.neg(torch.neg(x), out=buffer)
+        return buffer
+
+    gm = RemoveNoOps()(symbolic_trace(Of(negated)))
+    assert torch.equal(gm(X), X)
+
+
+SHAPES = {
+    "the view": lambda a: (b := a.transpose(0, 1).transpose(0, 1), b.t_(), a + 0.5)[2],
+    "its source": lambda a: (b := a.transpose(0, 1).transpose(0, 1), a.t_(), b + 0.5)[2],
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_view_of_which_the_shape_is_changed_in_place(name):
+    x = torch.randn(2, 3)
+    gm = noted(lambda x: SHAPES[name](x.relu()), x)
+    RemoveNoOps()(gm)
+    assert not refold.history(gm)
+    assert torch.equal(gm(x), SHAPES[name](x.relu()))
+
+
+def test_gradients_that_a_copy_stops():
+    graph = torch.fx.Graph()
+    h = graph.call_function(torch.sin, (graph.placeholder("x"),))
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    copied = graph.call_method("clone", (h,))
+    graph.call_function(torch._C._set_grad_enabled, (True,))
+    graph.output(graph.call_function(torch.mul, (h, copied)))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    FakeTensorProp(gm).propagate(X)
+    original = copy.deepcopy(gm)
+    RemoveNoOps()(gm)
+    assert "gradients are switched" in refold.result(gm).refused[0].reason
+    grads = []
+    for module in (gm, original):
+        x = X.clone().requires_grad_()
+        module(x).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
 def test_why_zero_is_not_neutral():
     gm = RemoveNoOps()(trace(Of(KEPT["zero added"][0]), X))
     assert "-0.0 + 0 is 0.0" in refold.result(gm).refused[0].reason
@@ -177,8 +250,6 @@ def test_contiguous_of_what_is_contiguous():
 
 
 def test_a_shape_of_an_example_is_no_proof():
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
     gm = symbolic_trace(Of(lambda x: x.reshape(2, -1, 4).cos()))
     FakeTensorProp(gm).propagate(X)
     RemoveNoOps()(gm)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import GraphModule, Node, symbolic_trace
 
 from refold.aliasing import makes_fresh, memory_roots, switches_mode, writes_to, written_by
+from refold.purity import is_pure
 from refold.testing import models
 
 
@@ -29,6 +30,9 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "inplace=True": lambda x: F.relu(x, inplace=True),
     "out=": lambda x: torch.neg(torch.ones(2), out=x),
     "copy_": lambda x: x.copy_(torch.ones(2)),
+    "double underscore": lambda x: x.__iadd__(1),
+    "running mean": lambda x: F.batch_norm(torch.ones(3, 2), x, None, None, None, True),
+    "a table that is renormalised": lambda x: F.embedding(torch.ones(2), x, None, 1.0),
 }
 READS: dict[str, Callable[[Any], Any]] = {
     "method": lambda x: x.add(1),
@@ -36,6 +40,8 @@ READS: dict[str, Callable[[Any], Any]] = {
     "inplace=False": lambda x: F.relu(x, inplace=False),
     "requires_grad_": lambda x: x.requires_grad_(),
     "double underscore": lambda x: x.__add__(1),
+    "running mean": lambda x: F.batch_norm(torch.ones(3, 2), x, None),
+    "a table": lambda x: F.embedding(torch.ones(2), x),
     "operator.and_": lambda x: operator.and_(x, x),
     "operator.or_": lambda x: operator.or_(x, 1),
 }
@@ -51,6 +57,79 @@ def test_writes(case: str) -> None:
 def test_reads(case: str) -> None:
     gm, _, call = graph(READS[case])
     assert written_by(gm, call) == []
+
+
+@pytest.mark.parametrize("function", [operator.ilshift, operator.irshift, operator.iconcat, torch.Tensor.__iadd__])
+def test_operators_that_write(function: Any) -> None:
+    gm, x, call = graph(lambda x: x + 1)
+    call.target = function
+    assert written_by(gm, call) == [x] and not makes_fresh(gm, call)
+
+
+MAY_RETURN: dict[str, Callable[[Any], Any]] = {
+    "+x": lambda x: operator.pos(x),
+    "einsum": lambda x: torch.einsum("ij->ji", x),
+    "short": lambda x: x.short(),
+    "out=": lambda x: torch.neg(torch.ones(2), out=x),
+}
+
+
+@pytest.mark.parametrize("case", MAY_RETURN)
+def test_calls_that_may_return_their_argument(case: str) -> None:
+    gm, x, call = graph(MAY_RETURN[case])
+    assert not makes_fresh(gm, call) and x in memory_roots(gm, call)
+
+
+@pytest.mark.parametrize("function, more", [(F.relu, ()), (F.dropout, (0.5, False)), (F.elu, (1.0,))])
+def test_in_place_by_position(function: Any, more: tuple[Any, ...]) -> None:
+    gm, x, call = graph(lambda x: x + 1)
+    for inplace in (True, False):
+        call.target, call.args = function, (x, *more, inplace)
+        assert written_by(gm, call) == ([x] if inplace else [])
+        assert makes_fresh(gm, call) == (not inplace and function is not F.dropout)
+
+
+def test_joined_tuples_hold_what_they_held() -> None:
+    gm, x, call = graph(lambda x: x + 1)
+    call.args = ((x,), (1,))
+    assert not makes_fresh(gm, call) and x in memory_roots(gm, call)
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+torch.library.define("refold_tests::packet", "(Tensor x) -> Tensor")
+OTHERS = [max, tuple, Own.apply, torch.utils.checkpoint.checkpoint, torch.distributed.all_reduce]
+OTHERS += [torch.ops.refold_tests.packet, torch.ops.refold_tests.packet.default]
+OTHERS += [torch.ops.higher_order.wrap_with_set_grad_enabled]
+
+
+@pytest.mark.parametrize("function", OTHERS, ids=str)
+def test_the_code_of_others_makes_nothing_of_its_own(function: Any) -> None:
+    gm, x, call = graph(lambda x: x + 1)
+    call.target, call.args = function, (x,)
+    assert not makes_fresh(gm, call)
+    assert function in (max, tuple) or not is_pure(gm, call)
+
+
+def test_modules_with_others_inside_or_hooked() -> None:
+    class Mine(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1)
+
+    class Leaves(torch.fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, path: str) -> bool:
+            return True
+
+    model = nn.Sequential(nn.Sequential(Mine()), nn.ReLU(), nn.ReLU())
+    model[1].register_forward_hook(lambda module, args, output: args[0])
+    gm = GraphModule(model, Leaves().trace(model))
+    calls = [n for n in gm.graph.nodes if n.op == "call_module"]
+    assert [bool(written_by(gm, n)) for n in calls] == [True, True, False]
+    assert [makes_fresh(gm, n) for n in calls] == [False, False, True]
 
 
 def test_set_item_writes() -> None:

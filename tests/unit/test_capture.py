@@ -249,6 +249,21 @@ def test_pickling_computes_nothing_for_good() -> None:
         assert torch.equal(loaded(x), model(x))
 
 
+def test_memory_formats_and_layouts_among_arguments_are_stored() -> None:
+    class Formats(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.contiguous(memory_format=torch.channels_last) + torch.zeros(4, layout=torch.strided)
+
+    x, file = torch.randn(2, 3, 4, 4), io.BytesIO()
+    captured = trace(Formats(), x)
+    assert any(isinstance(v, torch.memory_format) for n in captured.graph.nodes for v in (*n.args, *n.kwargs.values()))
+    torch.save(captured, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(x), captured(x)) and loaded(x).stride() == captured(x).stride()
+    assert [str(n.kwargs) for n in loaded.graph.nodes] == [str(n.kwargs) for n in captured.graph.nodes]
+
+
 def test_it_loads_in_another_process(tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(

@@ -133,6 +133,20 @@ def test_what_pickling_did_is_taken_back() -> None:
     assert not [name for name in vars(read) if name.startswith("_tensor_constant")]
 
 
+def test_a_constant_that_pickling_made_and_several_read() -> None:
+    gm = with_early_fetch()
+    ones = next(n for n in gm.graph.nodes if n.target is torch.ones)
+    output = next(iter(reversed(gm.graph.nodes)))
+    with gm.graph.inserting_before(output):
+        output.args = (gm.graph.call_function(torch.add, (output.args[0], ones)),)
+    gm.recompile()
+    nodes = [str(record_node(n)) for n in gm.graph.nodes]
+    expected, read = states(gm)["pickle"]
+    expected.check(read)
+    assert [str(record_node(n)) for n in read.graph.nodes] == nodes
+    assert not [name for name, _ in read.named_buffers()]
+
+
 def test_the_same_edit_made_by_hand_is_an_edit() -> None:
     """Only a module that was pickled is given the benefit of the doubt."""
     gm = with_early_fetch()

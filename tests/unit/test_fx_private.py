@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace
@@ -143,6 +144,16 @@ def test_versions_and_addresses() -> None:
     assert fx_private.version_of(tensor) != version and fx_private.address_of(tensor) == address
     with torch.inference_mode():
         assert fx_private.version_of(torch.ones(1)) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_extents(device: str) -> None:
+    whole = torch.zeros(4, 3, device=device)
+    place, first, last = fx_private.extent_of(whole) or (0, 0, 0)
+    assert last - first == 4 * 3 * 4 - 1 and (place == 0) == (device == "cpu")
+    assert fx_private.extent_of(whole[1:3]) == (place, first + 12, first + 35)
+    assert fx_private.extent_of(torch.zeros(4, 3, device=device)) != (place, first, last)
+    assert fx_private.extent_of(whole[:0]) is None and fx_private.extent_of(torch.zeros(2).to_sparse()) is None
 
 
 def test_retrace_as_pickle_does() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from refold.node_record import by_name, resolve_name
+
 _KEPT_META = ("is_wrapped", "stack_trace", "nn_module_stack")
 
 
@@ -63,9 +65,12 @@ def load_graph(nodes: list[StoredNode]) -> fx.Graph:
     """The graph again; every node has its old name."""
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
+
+    def from_ref(value: Any) -> Any:
+        return made[value.name] if isinstance(value, Ref) else resolve_name(value)
+
     for stored in nodes:
-        args = _map(stored.args, lambda a: made[a.name] if isinstance(a, Ref) else a)
-        kwargs = _map(stored.kwargs, lambda a: made[a.name] if isinstance(a, Ref) else a)
+        args, kwargs = _map(stored.args, from_ref), _map(stored.kwargs, from_ref)
         node = graph.create_node(
             stored.op, _load_target(stored.target), args, kwargs, name=stored.name, type_expr=stored.type
         )
@@ -75,7 +80,7 @@ def load_graph(nodes: list[StoredNode]) -> fx.Graph:
 
 
 def _to_ref(value: Any) -> Any:
-    return Ref(value.name) if isinstance(value, fx.Node) else value
+    return Ref(value.name) if isinstance(value, fx.Node) else by_name(value)
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from refold.aliasing import memory_roots, switches_mode, written_by
+from refold.aliasing import memory_roots, switches_mode, written_memory
 from refold.edit import Editor
 from refold.match import GraphView
 from refold.purity import is_pure
@@ -39,7 +39,8 @@ class EliminateCommonSubexpressions(ReversibleRewrite):
         leaders: dict[tuple[Any, ...], Node] = {}
         leader_of: dict[Node, Node] = {}
         again: dict[Node, list[Node]] = {}
-        written = _written_memory(view)
+        written = written_memory(view.gm, view.nodes)
+        leaving: set[Node] = set()
         mode = 0
         for node in view.nodes:
             mode += switches_mode(node)
@@ -47,11 +48,12 @@ class EliminateCommonSubexpressions(ReversibleRewrite):
             leader = leaders.setdefault(key, node) if key is not None else node
             if leader is node:
                 continue
-            reason = _why_not(view, leader, node, written)
+            reason = _why_not(view, leader, node, written, leaving)
             if reason is not None:
                 yield Skip(node, reason)
                 continue
             leader_of[node] = leader
+            leaving |= {leader} if _leaves(view.gm, node) else set()
             if node.op != "get_attr":  # a second fetch costs nothing; what is computed from it counts
                 again.setdefault(leader, []).append(node)
         for leader, nodes in again.items():
@@ -66,21 +68,11 @@ class EliminateCommonSubexpressions(ReversibleRewrite):
         self.mark_as_transformed(leader)
 
 
-def _written_memory(view: GraphView) -> set[Node]:
-    """Every value in whose memory somebody writes; a tensor of the module under all of its fetches."""
-    found: set[Node] = set()
-    for place in view.writers:
-        for target in written_by(view.gm, view.nodes[place]):
-            if target not in found:
-                found |= memory_roots(view.gm, target)
-    names = {node.target for node in found if node.op == "get_attr"}
-    return found | {node for name in names for node in view.calls.get(str(name), ()) if node.op == "get_attr"}
-
-
-def _why_not(view: GraphView, leader: Node, node: Node, written: set[Node]) -> str | None:
+def _why_not(view: GraphView, leader: Node, node: Node, written: set[Node], leaving: set[Node]) -> str | None:
+    """`leaving` are those that leave the graph by a call that was joined with them."""
     if written and any(memory_roots(view.gm, n) & written for n in (leader, node, *node.all_input_nodes)):
         return f"it is {leader.name} again, but it, or what it is made from, is written into"
-    if node.op != "get_attr" and _leaves(view.gm, leader) and _leaves(view.gm, node):
+    if node.op != "get_attr" and _leaves(view.gm, node) and (leader in leaving or _leaves(view.gm, leader)):
         return f"it is {leader.name} again, but both leave the graph, where somebody may write into one of them"
     return None
 

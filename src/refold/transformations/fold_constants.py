@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from refold import recording
 from refold.constants import Constants
 from refold.edit import Editor
+from refold.layout import needs_layout, readers_behind
 from refold.match import GraphView, example_value
 from refold.purity import erase_dead, name_of
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
@@ -56,7 +57,7 @@ class FoldConstants(ReversibleRewrite):
             reason = self._why_not(view, node)
             value = constants.value(node) if reason is None else None
             if reason is None:
-                reason = self._why_not_kept(value, on_paper)
+                reason = self._why_not_kept(value, on_paper) or _why_layout_matters(view.gm, node, value)
             if reason is not None:
                 yield Skip(node, reason)
                 continue
@@ -111,11 +112,20 @@ def _wanted(view: GraphView, constants: Constants) -> set[Node]:
     return wanted
 
 
+def _why_layout_matters(gm: GraphModule, node: Node, value: Any) -> str | None:
+    """Why a copy will not do: its axes lie in memory in the same order, but values that were repeated by a stride of 0
+    are laid out."""
+    if all(stride != 0 or size < 2 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        return None
+    reader = next((r for r in readers_behind(gm, node) if needs_layout(gm, r)), None)
+    return None if reader is None else f"it repeats values in memory, and {reader.name} may depend on that"
+
+
 def _keep(edit: Editor, name: str, value: torch.Tensor) -> str:
     """Keep a constant as a buffer that no checkpoint holds."""
     path = edit.free_path(f"constants.{name}")
-    owner: nn.Module = edit.container("constants")
-    owner.register_buffer(path.rpartition(".")[2], value.detach().clone().contiguous(), persistent=False)
+    owner, _, key = path.rpartition(".")
+    edit.container(owner).register_buffer(key, value.detach().clone(), persistent=False)
     return path
 
 

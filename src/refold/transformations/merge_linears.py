@@ -17,6 +17,7 @@ from refold.edit import Editor
 from refold.match import Call, GraphView, match_addmm, match_linear
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 from refold.slicing import make_views_reshapes, merged_path, why_not_sliceable
+from refold.tensor_memory import tied_by_memory
 from refold.weights import Concatenate
 
 aten = torch.ops.aten
@@ -52,16 +53,17 @@ class MergeLinears(ReversibleRewrite):
                 yield Skip(node, call)
             elif call is not None:
                 groups.setdefault((call.input, mode), []).append(call)
+        tied = tied_by_memory(view.gm)
         for calls in groups.values():
-            yield from self._sites(view, calls)
+            yield from self._sites(view, calls, tied)
 
-    def _sites(self, view: GraphView, calls: list[Call]) -> Iterator[Site | Skip]:
+    def _sites(self, view: GraphView, calls: list[Call], tied: dict[int, str]) -> Iterator[Site | Skip]:
         if len(calls) < 2:
             yield Skip(calls[0].node, "no other linear layer reads the same input")
             return
         alike: dict[tuple[object, ...], list[Call]] = {}
         for call in calls:
-            reason = view.why_shared(call) or why_not_sliceable(view, call.node)
+            reason = view.why_shared(call) or _why_not_movable(call, tied) or why_not_sliceable(view, call.node)
             if reason is not None:
                 yield Skip(call.node, reason)
                 continue
@@ -127,6 +129,16 @@ class MergeLinears(ReversibleRewrite):
             edit.graph.erase_node(fetch)
         for name in [call.path] if call.path else [operand.name for operand in call.operands.values()]:
             edit.remove(name)
+
+
+def _why_not_movable(call: Call, tied: dict[int, str]) -> str | None:
+    """Why a tensor cannot become a part of a larger one and come back as it lay."""
+    for role, operand in call.operands.items():
+        if id(operand.tensor) in tied:
+            return f"its {role} shares memory with {tied[id(operand.tensor)]}"
+        if not operand.tensor.is_contiguous():
+            return f"its {role} does not lie row by row in memory"
+    return None
 
 
 def _name(call: Call) -> str:

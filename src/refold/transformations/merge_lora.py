@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
-from refold.aliasing import writes_to
+from refold.aliasing import memory_roots, switches_mode, writes_to, written_by
 from refold.edit import Editor, twin_of
-from refold.match import Call, GraphView, match_linear
+from refold.match import Call, GraphView, match_linear, why_not_plain
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 from refold.weights import AddLowRank
 
@@ -147,9 +147,14 @@ def _step(view: GraphView, node: Node) -> tuple[Node, float] | str | None:
         return None
     if node.op == "call_module":
         module = view.module(str(node.target))
+        if not isinstance(module, nn.Dropout | nn.Identity):
+            return None
+        odd = why_not_plain(module, (nn.Dropout, nn.Identity))
+        if odd is not None:
+            return f"its adapter's {node.name} is left alone: {odd}"
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             return "its adapter's dropout is active; call eval() first"
-        return (inputs[0], 1.0) if isinstance(module, nn.Dropout | nn.Identity) else None
+        return inputs[0], 1.0
     if node.target in _PRODUCTS:
         numbers = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, Node)]
         number = numbers[0] if len(numbers) == 1 else None
@@ -176,12 +181,25 @@ def _why_not(view: GraphView, total: Node, base: Call, adapter: Adapter) -> str 
         return "it and its adapter are on different devices"
     if not _keeps_dtype(total, base, adapter):
         return "its adapter computes in another dtype, which the sum would have"
-    ordered = sorted([base.node, adapter.down.node], key=view.position.__getitem__)
-    writer = writes_to(view.gm, base.input, view.writers_between(*ordered))
-    if writer is not None:
-        return f"{writer.name} writes into its input between it and its adapter"
+    reason = _why_inputs_differ(view, base, adapter)
+    if reason is not None:
+        return reason
     reasons = [view.why_shared(call) for call in (base, adapter.up, adapter.down)]
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_inputs_differ(view: GraphView, base: Call, adapter: Adapter) -> str | None:
+    """Why the layer and its adapter may not see the same values, or not in the same mode."""
+    for node in adapter.nodes:
+        if node.target in _PRODUCTS and not memory_roots(view.gm, *written_by(view.gm, node)) <= set(adapter.nodes):
+            return f"{node.name} scales what its adapter reads in place"
+    places = [view.position[node] for node in (base.node, *adapter.nodes)]
+    span = view.nodes[min(places) : max(places) + 1]
+    writer = writes_to(view.gm, base.input, [node for node in span if written_by(view.gm, node)])
+    if writer is not None:
+        return f"{writer.name} writes into its input between it and its adapter"
+    switch = next(filter(switches_mode, span), None)
+    return None if switch is None else f"{switch.name} switches gradients or autocast between it and its adapter"
 
 
 def _keeps_dtype(total: Node, base: Call, adapter: Adapter) -> bool:

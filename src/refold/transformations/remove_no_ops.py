@@ -6,16 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from refold.aliasing import memory_roots, written_by
+from refold.aliasing import changes_shape_in_place, gradient_eras, makes_fresh, memory_roots, written_memory
 from refold.edit import Editor
 from refold.layout import layout_reader, same_layout
-from refold.match import GraphView
+from refold.match import GraphView, example_value
 from refold.no_ops import NoOp, match_no_op, source_of
 from refold.purity import erase_dead
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-from refold.slicing import aliases
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -39,23 +38,26 @@ class RemoveNoOps(ReversibleRewrite):
         return [examples.dropouts(), examples.idle_layers()]
 
     def find(self, view: GraphView) -> Iterator[Site | Skip]:
-        written: set[Node] | None = None
+        written = written_memory(view.gm, view.nodes)
+        reshaped = written_memory(view.gm, (node for node in view.nodes if changes_shape_in_place(node)))
         taken: set[Node] = set()
+        era = gradient_eras(view.nodes)
         for node in view.nodes:
             found = match_no_op(view, node)
             if isinstance(found, str):
                 yield Skip(node, found)
             if not isinstance(found, NoOp):
                 continue
-            if _passes_through(node, found, taken):
+            roots = memory_roots(view.gm, *_path(node, found)) if found.copies or found.back > 1 else set()
+            if roots & taken:
                 continue  # what it builds on goes first; the next round sees it again
-            if found.copies and written is None:
-                written = _written_memory(view)
-            reason = _why_not(view, node, found, written or set())
+            reason = _why_not(view, node, found, written if found.copies else set() if found.same else reshaped)
+            if reason is None and _cuts_gradients(node, found, era):
+                reason = "gradients are switched between it and its input, so that it stops them"
             if reason is not None:
                 yield Skip(node, reason)
                 continue
-            taken.add(node)
+            taken |= {node} | (roots if found.copies else set())
             yield Site((node,), f"{node.name}: {found.why}", (node, found.back))
 
     def rewrite(self, site: Site, edit: Editor) -> None:
@@ -69,29 +71,46 @@ class RemoveNoOps(ReversibleRewrite):
             erase_dead(edit, [inner])
 
 
-def _passes_through(node: Node, found: NoOp, taken: set[Node]) -> bool:
-    return found.back > 1 and any(source_of(node, i) in taken for i in range(1, found.back + 1))
+def _path(node: Node, found: NoOp) -> list[Node]:
+    """The values that lie between a call and what it gives back, that included."""
+    path = [source_of(node, back) for back in range(1, found.back + 1)]
+    return [value for value in path if value is not None]
 
 
-def _written_memory(view: GraphView) -> set[Node]:
-    """Every value in whose memory somebody writes."""
-    targets = [target for place in view.writers for target in written_by(view.gm, view.nodes[place])]
-    return memory_roots(view.gm, *targets)
+def _cuts_gradients(node: Node, found: NoOp, era: dict[Node, int]) -> bool:
+    """Whether a new value is made where gradients are switched off; a call that hands on its very input makes none."""
+    noted = example_value(node)
+    carries = noted is None or noted.is_floating_point() or noted.is_complex()
+    return carries and not found.same and len({era[n] for n in (node, *_path(node, found))}) > 1
 
 
 def _why_not(view: GraphView, node: Node, found: NoOp, written: set[Node]) -> str | None:
+    """`written` is where a write would be seen in another value than before."""
     source = source_of(node, found.back)
     if source is None:
         return "its input is not a node"
+    if written and written & memory_roots(view.gm, source, node):
+        return "it is a value of its own, and it or what it was made from is written into"
     if not found.copies:
         return None
     roots = memory_roots(view.gm, source)
-    if node in written or roots & written:
-        return "it is a copy, and the copy or what it was made from is written into"
-    leaves = any(reader.op == "output" for _, reader in aliases(view.gm, node))
-    if leaves and (len(source.users) > 1 or any(n.op in ("placeholder", "get_attr") for n in roots)):
+    caller_has_it = any(n.op in ("placeholder", "get_attr") for n in roots)
+    if _leaves(view.gm, {node}) and (caller_has_it or _leaves(view.gm, roots, besides=node)):
         return "it is a copy that leaves the graph"
     if same_layout(source, node):
         return None
     reader = layout_reader(view.gm, node)
     return None if reader is None else f"it may lay its values out anew, and {reader.name} may depend on that"
+
+
+def _leaves(gm: GraphModule, values: set[Node], besides: Node | None = None) -> bool:
+    """Whether the memory of some values leaves the graph, other than through one node."""
+    pending, seen = list(values - {besides}), values | {besides}
+    while pending:
+        for reader in pending.pop().users:
+            if reader.op == "output":
+                return True
+            if reader not in seen and not makes_fresh(gm, reader):
+                seen.add(reader)
+                pending.append(reader)
+    return False
