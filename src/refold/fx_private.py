@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -419,6 +420,15 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int | None]:
         return [tensor._version for tensor in tensors.copy()]
     except RuntimeError:
         return [version_of(tensor) for tensor in tensors]
+
+
+_transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is under way here; it is
+    asked at every call of an optimized model, so it is quick."""
+    return _transforms() is not None or forward_ad._current_level >= 0
 
 
 def tracer_class(gm: GraphModule) -> Any:

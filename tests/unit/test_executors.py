@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import refold
 from refold.executors import (
     CudaGraph,
     Executor,
@@ -317,6 +318,178 @@ def test_engines_run_the_attention_that_rewrites_make():
         with torch.no_grad():
             for got, expected in zip(call(q, kv, mask), want, strict=True):
                 assert (got.double() - expected).abs().max() <= bound, name
+
+
+def engines() -> list[str]:
+    found = [name for name in executors("cpu") if name in ("onnxruntime", "openvino")]
+    return found or pytest.skip(f"no engine is installed: {unavailable('cpu')}")
+
+
+class Score(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return {"logits": y, "score": y.sum().item()}
+
+
+class Labels(Score):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return y, y.argmax(-1).tolist()
+
+
+class Count(Score):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return y, [y[y > 0].shape[0]]
+
+
+class ScoreInObject(Score):
+    def forward(self, x: torch.Tensor) -> Any:
+        held = object.__new__(Attributes)
+        held.logits = self.linear(x)
+        held.best = held.logits.max().item()
+        return held
+
+
+class Attributes:
+    logits: torch.Tensor
+    best: float
+
+
+class Positive(Score):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return y[y > 0]
+
+
+class Sizes(Score):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return y, y.shape[0], [y.numel(), "name", None, 0.5]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["module", "graph"])
+@pytest.mark.parametrize("cls", [Score, Labels, Count, ScoreInObject])
+def test_engines_refuse_outputs_besides_tensors_that_depend_on_values(cls: type[nn.Module], graph: bool):
+    x = torch.randn(3, 4)
+    model = cls().eval()
+    module = refold.trace(model, x, dynamic=False, whole_result=True) if graph else model
+    for name in engines():
+        with pytest.raises(PreparationFailed, match="computes another output from values"):
+            executor_named(name).prepare(module, (x,), {})
+
+
+def test_sizes_that_depend_on_shapes_alone_are_constants():
+    model, x = Sizes().eval(), torch.randn(3, 4)
+    want = copy.deepcopy(model)
+    for name in engines():
+        with torch.no_grad():
+            got = executor_named(name).prepare(model, (x,), {})(x)
+            torch.testing.assert_close(got[0], want(x)[0])
+        assert got[1:] == (3, [12, "name", None, 0.5]), name
+
+
+def test_output_sizes_that_depend_on_values_are_right_or_refused():
+    model = Positive().eval()
+    want = copy.deepcopy(model)
+    for name in engines():
+        try:
+            call = executor_named(name).prepare(model, (torch.randn(3, 4),), {})
+        except PreparationFailed as refused:
+            assert name == "openvino" and "the size of an output depends on values" in str(refused)
+            continue
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.randn(3, 4)
+                torch.testing.assert_close(call(x), want(x))
+
+
+def test_engines_are_silent_and_refuse_sparse_tensors(capfd: pytest.CaptureFixture[str]):
+    class Sparse(Score):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.linear(x).relu().to_sparse()
+
+    class Branches(Score):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.linear(x) if x.sum() > 0 else -x
+
+    for name in engines():
+        with pytest.raises(PreparationFailed, match="layout sparse_coo"):
+            executor_named(name).prepare(Sparse(), (torch.ones(3, 4),), {})
+        with pytest.raises(PreparationFailed, match=r"torch\.export"):
+            executor_named(name).prepare(Branches(), (torch.ones(3, 4),), {})
+    assert "def forward" not in capfd.readouterr().err
+
+
+def test_a_sparse_output_is_refused_in_a_sentence():
+    class Sparse(Score):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.linear(x).relu().to_sparse()
+
+    with pytest.raises(refold.RefoldError, match="An output is a sparse_coo tensor"):
+        refold.optimize(Sparse().eval(), (torch.ones(3, 4),), backend="plain", progress=False, time_budget=1)
+
+
+class Flattens(nn.Module):
+    """A capture on contiguous inputs drops `contiguous`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.contiguous().view(x.shape[0], -1))
+
+
+@pytest.mark.parametrize("name", ["plain", "compile", "compile-freezing", "onnxruntime"])
+def test_inputs_that_lie_otherwise(name: str):
+    executor = executor_named(name)
+    if executor.available(torch.device("cpu")):
+        pytest.skip(f"{name}: {executor.available(torch.device('cpu'))}")
+    x = torch.randn(2, 3, 1, 4)
+    model = Flattens().eval()
+    want = copy.deepcopy(model)
+    call = executor.prepare(refold.trace(model, x, dynamic=False), (x,), {})
+    complex_ = torch.complex(torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 4))
+    others = {
+        "transposed": torch.randn(2, 4, 1, 3).transpose(1, 3),
+        "channels last": x.to(memory_format=torch.channels_last),
+        "sliced": torch.randn(2, 3, 1, 8)[..., ::2],
+        "expanded": torch.randn(1, 3, 1, 4).expand(2, 3, 1, 4),
+        "another stride along one": x.as_strided(x.shape, (12, 4, 99, 1)),
+        "negated later": complex_.conj().imag,
+    }
+    with torch.no_grad():
+        for how, other in others.items():
+            torch.testing.assert_close(call(other), want(other.resolve_neg().clone()), msg=how)
+
+
+@pytest.mark.parametrize("name", ["plain", "compile", "compile-freezing"])
+def test_an_input_that_is_written_to_is_never_a_copy(name: str):
+    class Writes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1) * 2
+
+    module = refold.trace(Writes(), torch.zeros(2, 3), dynamic=False)
+    call = executor_named(name).prepare(module, (torch.zeros(2, 3),), {})
+    x = torch.zeros(2, 3)
+    with torch.no_grad():
+        call(x)
+        assert torch.equal(x, torch.ones(2, 3))
+        with pytest.raises(UnsupportedInput, match="writes into its inputs"):
+            call(torch.zeros(3, 2).t())
+
+
+def test_gradients_go_through_a_copied_input():
+    model = Flattens().eval()
+    call = Plain().prepare(refold.trace(model, torch.randn(2, 3, 4), dynamic=False), (torch.randn(2, 3, 4),), {})
+    x = torch.randn(2, 4, 3).transpose(1, 2).requires_grad_()
+    call(x).sum().backward()
+    torch.testing.assert_close(x.grad, model.linear.weight.sum(0).reshape(1, 3, 4).expand(2, 3, 4))
 
 
 def test_frozen_options_reach_inductor():

@@ -175,3 +175,20 @@ def test_codegen() -> None:
     fx_private.set_codegen(gm.graph, generator)
     gm.recompile()
     assert gm.code == code
+
+
+def test_transforms_are_seen():
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(fx_private.is_transformed())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
+    with torch.autograd.forward_ad.dual_level():
+        look(torch.ones(2))
+    look(torch.ones(2))
+    assert seen == [False, True, True, True, True, False]

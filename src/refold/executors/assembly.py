@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from .signature import CONSTANTS
-from .tree import Layout
+from .tree import CONSTANTS, Layout
 
 Make = Callable[[Sequence[torch.Tensor]], Any]
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import RefoldError
 from .signature import PreparationFailed, Signature, UnsupportedInput, refuse_gradients
+from .strides import Strides, writes_into_inputs
 from .tree import Layout
 
 ENTRY_POINT_GROUP = "refold.executors"
@@ -50,8 +51,18 @@ class Executor(ABC):
         return f"<executor {self.name}>"
 
 
-class Runner:
-    """A prepared callable: checks its input, then runs it without gradients. (No ABC: those are slow to recognise.)"""
+class Checked:
+    """A prepared callable that can be told that its input was checked. (No ABC: those are slow to recognise.)"""
+
+    signature: Signature
+
+    def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call with these arguments, whose tensors the signature gave."""
+        raise NotImplementedError
+
+
+class Runner(Checked):
+    """Checks its input, then runs it without gradients."""
 
     def __init__(self, signature: Signature, module: nn.Module) -> None:
         self.signature = signature
@@ -63,16 +74,46 @@ class Runner:
         with torch.no_grad():
             return self.run(tensors)
 
+    def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.run(tensors)
+
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """Compute the output from the checked tensors of the call."""
         raise NotImplementedError
+
+
+class CallRunner(Checked):
+    """Checks its input, then calls the module, or what was compiled of it, as it was called: gradients go through.
+
+    Inputs that lie in memory otherwise than those of the example are copied first."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        module: nn.Module,
+        call: Callable[..., Any],
+        layout: Layout,
+        tensors: list[torch.Tensor],
+    ) -> None:
+        self.signature = signature
+        self.call = call
+        self.layout = layout
+        self.strides = Strides(tensors, written=writes_into_inputs(module, layout, tensors))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run_checked(self.signature.tensors(args, kwargs), args, kwargs)
+
+    def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.strides.fit(tensors):
+            args, kwargs = self.layout.fill(self.strides.given_to(tensors))
+        return self.call(*args, **kwargs)
 
 
 def run_checked(
     run: Callable[..., Any], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a call whose tensors its signature has checked already: a runner would check them once more."""
-    return run.run(tensors) if isinstance(run, Runner) else run(*args, **kwargs)
+    return run.run_checked(tensors, args, kwargs) if isinstance(run, Checked) else run(*args, **kwargs)
 
 
 def executors(device: torch.device | str | None = None) -> dict[str, Executor]:
@@ -138,6 +179,8 @@ def first_line(error: BaseException) -> str:
 
 
 __all__ = [
+    "CallRunner",
+    "Checked",
     "Executor",
     "PreparationFailed",
     "Runner",

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from .assembly import assembler
-from .base import Executor, PreparationFailed, Runner, first_line, refuse_training
+from .base import CallRunner, Executor, PreparationFailed, Runner, first_line, refuse_training
 from .signature import Signature, example
+from .strides import Strides, writes_into_inputs
 from .tree import Layout, map_tensors
 
 _numbers = itertools.count()
@@ -54,26 +55,18 @@ class Compile(_Inductor):
         signature, layout, tensors = example(args, kwargs)
         compiled = torch.compile(_own_code(module), dynamic=False, mode=self.mode, options=self.options)
         # Inductor's own CUDA graphs write every output into the same memory again.
-        runner = CompiledRunner(signature, compiled, reuses_outputs=self.mode in ("reduce-overhead", "max-autotune"))
+        reuses_outputs = self.mode in ("reduce-overhead", "max-autotune") and any(tensor.is_cuda for tensor in tensors)
+        call = _with_outputs_copied(compiled) if reuses_outputs else compiled
+        # Another shape, or other strides, would start a compilation in the middle of a call.
+        runner = CallRunner(signature, module, call, layout, tensors)
         example_args, example_kwargs = layout.fill(tensors)
         with torch.no_grad(), _failures_named(self.name):
             runner(*example_args, **example_kwargs)
         return runner
 
 
-class CompiledRunner:
-    """Checks the input, since another shape would start a compilation in the middle of a call."""
-
-    def __init__(self, signature: Signature, compiled: Callable[..., Any], *, reuses_outputs: bool) -> None:
-        self.signature = signature
-        self.compiled = compiled
-        self.reuses_outputs = reuses_outputs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = self.signature.tensors(args, kwargs)
-        output = self.compiled(*args, **kwargs)
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
-        return map_tensors(torch.clone, output) if self.reuses_outputs and on_gpu else output
+def _with_outputs_copied(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: map_tensors(torch.clone, compiled(*args, **kwargs))
 
 
 class Freeze(_Inductor):
@@ -110,18 +103,12 @@ class FrozenRunner(Runner):
         super().__init__(signature, module)
         self.compiled = compiled
         self.assemble = assembler(layout)
-        self.strides = [tensor.stride() for tensor in tensors]
+        self.strides = Strides(tensors, written=writes_into_inputs(module, layout, tensors))
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
-        laid_out = [_restride(tensor, stride) for tensor, stride in zip(tensors, self.strides, strict=True)]
+        laid_out = tensors if self.strides.fit(tensors) else self.strides.given_to(tensors)
         args, kwargs = self.assemble(laid_out)
         return self.compiled(*args, **kwargs)
-
-
-def _restride(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    if tensor.stride() == stride:
-        return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _no_guards(entries: Sequence[Any]) -> list[bool]:

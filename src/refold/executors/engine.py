@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import warnings
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .agreement import disagreement
 from .assembly import Make, assembler
 from .base import PreparationFailed, first_line, run_example
 from .signature import Signature, example
@@ -55,25 +58,23 @@ class EnginePlan:
         return [torch.full_like(value, torch.nan if value.is_floating_point() else 1) for value in self.expected]
 
     def check(self, computed: list[torch.Tensor]) -> None:
-        """Refuse an engine whose outputs are mixed up or missing; how exact they are is for `verify` to say.
-
-        Half of the digits must agree: the relative error is at most √ε.
-        """
-        for index, (mine, its) in enumerate(zip(self.expected, computed, strict=True)):
-            if not mine.is_floating_point():
-                continue
-            if not torch.equal(torch.isfinite(mine), torch.isfinite(its)):
-                raise PreparationFailed(f"The engine has NaN or infinity elsewhere in output {index} than the module.")
-            finite = torch.isfinite(mine)
-            error = torch.linalg.vector_norm((its - mine)[finite].double())
-            if error > torch.finfo(mine.dtype).eps ** 0.5 * torch.linalg.vector_norm(mine[finite].double()):
-                raise PreparationFailed(f"The engine computes something else than the module in output {index}.")
+        """Refuse an engine whose outputs are mixed up or missing; how exact they are is for `verify` to say."""
+        sentence = disagreement(self.expected, computed)
+        if sentence is not None:
+            raise PreparationFailed(sentence)
 
 
 def plan_for_engine(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], engine: str, types: frozenset[torch.dtype]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    engine: str,
+    types: frozenset[torch.dtype],
+    *,
+    open_sizes: bool,
 ) -> EnginePlan:
-    """Export the module for an engine that knows these types."""
+    """Export the module for an engine that knows these types; `open_sizes` says that the engine can give outputs whose
+    size depends on values."""
     signature, inputs, tensors = example(args, kwargs)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -82,13 +83,26 @@ def plan_for_engine(
         sources, kept = _sources(outputs, tensors)
         if not kept or not tensors:
             raise PreparationFailed(f"{engine} has nothing to compute: no tensor goes in, or none comes out.")
+        flat = FlatModule(module, inputs, kept)
         try:
-            exported = torch.export.export(FlatModule(module, inputs, kept), tuple(tensors), strict=False)
+            # torch writes half-made graphs to stderr on its own; what matters of them is in the exception
+            with redirect_stderr(io.StringIO()):
+                exported = torch.export.export(flat, tuple(tensors), strict=False)
         except Exception as error:
             raise PreparationFailed(f"{engine} needs torch.export, which failed: {first_line(error)}.") from error
+    _refuse_values(layout, *flat.traced.output, engine, open_sizes)
     expected = [outputs[index].detach().clone() for index in kept]
     shapes = tuple((value.shape, value.dtype) for value in expected)
     return EnginePlan(signature, exported, tensors, expected, Outputs(layout, sources, shapes))
+
+
+def _refuse_values(layout: Layout, traced: Layout, tensors: list[torch.Tensor], engine: str, open_sizes: bool) -> None:
+    """Refuse outputs besides tensors that are computed from values: they would stay as they were on the example. In a
+    trace such a number has no value yet; one that depends on nothing but shapes has."""
+    if not layout.same_constants(traced):
+        raise PreparationFailed(f"{engine} gives tensors only, and the module computes another output from values.")
+    if not open_sizes and any(not isinstance(size, int) for tensor in tensors for size in tensor.shape):
+        raise PreparationFailed(f"{engine} is built for fixed sizes, and the size of an output depends on values.")
 
 
 def _sources(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -106,5 +120,8 @@ def _sources(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[t
 
 def _refuse_types(tensors: list[torch.Tensor], engine: str, types: frozenset[torch.dtype]) -> None:
     for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise PreparationFailed(f"{engine} takes no tensor of layout {kind}.")
         if tensor.dtype not in types or tensor.device.type != "cpu":
             raise PreparationFailed(f"{engine} takes no {tensor.dtype} tensor on {tensor.device}.")

@@ -45,7 +45,7 @@ class OnnxRuntime(Executor):
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
-        plan = plan_for_engine(module, args, kwargs, self.name, _TYPES)
+        plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, open_sizes=True)
         try:
             with tempfile.TemporaryDirectory(prefix="refold-onnx-") as folder:
                 session = _session(_export(plan, Path(folder), self.opset))
@@ -79,7 +79,7 @@ class SessionRunner(Runner):
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
-    return tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+    return tensor.detach().resolve_neg().numpy() if tensor.requires_grad or tensor.is_neg() else tensor.numpy()
 
 
 def _input_name(index: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ class OpenVino(Executor):
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
-        plan = plan_for_engine(module, args, kwargs, self.name, _TYPES)
+        plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, open_sizes=False)
         try:
             runner = RequestRunner(plan, module, _compile(plan))
             plan.check(runner.compute(plan.tensors, plan.unwritten()))
@@ -61,7 +62,7 @@ class RequestRunner(Runner):
         return self.outputs.build(self.compute(tensors, self.outputs.fresh()), tensors)
 
     def compute(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
-        held = [tensor.contiguous() for tensor in tensors]
+        held = [tensor.contiguous().resolve_neg() for tensor in tensors]
         with self.lock:
             for index, tensor in enumerate(held):
                 self.request.set_input_tensor(index, _share(tensor))
@@ -89,6 +90,8 @@ def _compile(plan: EnginePlan) -> Any:
         "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
     }
-    model = openvino.convert_model(spell_out_groups(plan.exported))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = openvino.convert_model(spell_out_groups(plan.exported))
     model.reshape({index: list(tensor.shape) for index, tensor in enumerate(plan.tensors)})
     return openvino.Core().compile_model(model, "CPU", settings)

@@ -1,4 +1,4 @@
-"""The module as it is: no preparation, any input that the module itself accepts."""
+"""The module as it is. Only a graph minds what it is given: it may have been captured for just such inputs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
-from .base import Executor
+from .base import CallRunner, Executor
+from .signature import example
 
 
 class Plain(Executor):
@@ -18,4 +20,7 @@ class Plain(Executor):
         return None
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        return module
+        if not isinstance(module, GraphModule):
+            return module
+        signature, layout, tensors = example(args, kwargs)
+        return CallRunner(signature, module, module, layout, tensors)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import RefoldError
-from .tree import Layout, Structure, flatten
+from ..fx_private import is_transformed
+from .tree import CONSTANTS, Layout, Structure, flatten, same_constant
 
-CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # a subclass may compute anything
-TensorKey = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class UnsupportedInput(RefoldError):
@@ -24,14 +23,23 @@ class PreparationFailed(RefoldError):
     """An executor cannot run this module."""
 
 
+class TensorKey(NamedTuple):
+    """What a tensor must be like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+
+
 @dataclass(frozen=True)
 class Signature:
-    """Structure, constants, shapes, dtypes, devices and autocast state of a call."""
+    """Structure, constants, shapes, dtypes, devices, layouts and autocast state of a call."""
 
     structure: Structure
     leaves: tuple[Any, ...]
     places: tuple[int, ...]
-    autocast: tuple[bool, ...]
+    autocast: tuple[torch.dtype | None, ...]
     positional: int
     names: tuple[str, ...]
     is_flat: bool
@@ -51,12 +59,14 @@ class Signature:
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call in order, after checking that it is the call this was made of."""
         leaves = self._leaves(args, kwargs)
+        if is_transformed():
+            raise UnsupportedInput("It is called in a transform of torch.func or in forward-mode differentiation.")
         for leaf, built_for in zip(leaves, self.leaves, strict=True):
             # written out, without helpers: this runs at every call
-            if type(leaf) in _PLAIN_TENSORS:
-                is_same = (leaf.shape, leaf.dtype, leaf.device) == built_for
+            if type(leaf) in _PLAIN_TENSORS and not leaf.is_nested:
+                is_same = (leaf.shape, leaf.dtype, leaf.device, leaf.layout) == built_for
             else:
-                is_same = type(leaf) is type(built_for) and leaf == built_for
+                is_same = leaf is built_for or same_constant(leaf, built_for)
             if not is_same:
                 raise UnsupportedInput(f"It was built for {_describe(built_for)} and was given {_describe(leaf)}.")
         if autocast_state() != self.autocast:
@@ -88,8 +98,10 @@ def example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, L
     return signature, layout, [tensor.detach().clone() for tensor in tensors]
 
 
-def autocast_state() -> tuple[bool, ...]:
-    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+def autocast_state() -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What autocast casts to on CPUs and on GPUs; None where it is off."""
+    cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return cpu, torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 def refuse_gradients(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
@@ -105,6 +117,8 @@ def _call(positional: int, names: Iterable[str]) -> str:
 
 
 def _refuse_opaque(leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        raise PreparationFailed("A nested tensor among the arguments has no shape that a call could be compared with.")
     if type(leaf) in _PLAIN_TENSORS:
         return
     if not isinstance(leaf, CONSTANTS):
@@ -112,13 +126,15 @@ def _refuse_opaque(leaf: Any) -> None:
 
 
 def _key(tensor: torch.Tensor) -> TensorKey:
-    return tensor.shape, tensor.dtype, tensor.device
+    return TensorKey(tensor.shape, tensor.dtype, tensor.device, tensor.layout)
 
 
 def _describe(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        leaf = _key(leaf)
-    if isinstance(leaf, tuple):
-        shape, dtype, device = leaf
-        return f"a {dtype} tensor of shape {tuple(shape)} on {device}"
-    return repr(leaf)
+        if leaf.is_nested:
+            return "a nested tensor"
+        leaf = _key(leaf) if type(leaf) in _PLAIN_TENSORS else leaf
+    if isinstance(leaf, TensorKey):
+        kind = "" if leaf.layout is torch.strided else f"{str(leaf.layout).removeprefix('torch.')} "
+        return f"a {kind}{leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}"
+    return repr(leaf) if isinstance(leaf, CONSTANTS) else f"a {type(leaf).__name__}"

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from refold.plain_objects import attributes_of, new_object
 
 Structure = pytree.TreeSpec
+CONSTANTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
@@ -71,6 +72,17 @@ class Layout:
         """How many tensors it has places for."""
         return len(self.places) + sum(layout.size for *_, layout in self.objects)
 
+    def same_constants(self, other: Layout) -> bool:
+        """Whether another value has its tensors at the same places, and the same constants besides."""
+        inner = zip(self.objects, other.objects, strict=False)
+        return (
+            self.structure == other.structure
+            and self.places == other.places
+            and [(i, cls) for i, cls, _ in self.objects] == [(i, cls) for i, cls, _ in other.objects]
+            and all(same_constant(a, b) for a, b in zip(self.leaves, other.leaves, strict=True))
+            and all(a.same_constants(b) for (*_, a), (*_, b) in inner)
+        )
+
     def fill(self, tensors: Iterable[torch.Tensor]) -> Any:
         given = list(tensors)
         if len(given) != self.size:
@@ -86,6 +98,19 @@ class Layout:
         return unflatten(leaves, self.structure)
 
 
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether two constants are the same. A number that a trace knows only by name is none; 0.0 == −0.0, but they are
+    not the same; objects without tensors are as their attributes are."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, CONSTANTS):
+        return bool(a == b) and (not isinstance(a, float | complex) or repr(a) == repr(b))
+    one, other = attributes_of(a), attributes_of(b)
+    return one is not None and other is not None and Layout.of(one)[0].same_constants(Layout.of(other)[0])
+
+
 class FlatModule(nn.Module):
     """A module that takes tensors and returns those at the places `kept`: what an engine outside Python can be fed."""
 
@@ -94,8 +119,16 @@ class FlatModule(nn.Module):
         self.module = module
         self.inputs = inputs
         self.kept = kept
+        self.traced = Traced()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.inputs.fill(tensors)
-        outputs = tensors_of(self.module(*args, **kwargs))
+        self.traced.output = Layout.of_output(self.module(*args, **kwargs))
+        outputs = self.traced.output[1]
         return tuple(outputs[index] for index in self.kept)
+
+
+class Traced:
+    """Holds all that a module gave when it was called last."""
+
+    output: tuple[Layout, list[torch.Tensor]]

@@ -22,6 +22,7 @@ from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, split
 from refold.optimizing.choosing import duel, prepare_checked
 from refold.optimizing.freshness import Freshness
+from refold.optimizing.padding import are_ones
 from refold.optimizing.progress import silent
 from refold.optimizing.steps import take_steps
 from refold.transformations.fold_constants import FoldConstants
@@ -57,13 +58,6 @@ class AllOnes:
     def __str__(self) -> str:
         given = " and ".join(self.names)
         return f"Calls whose {given} is all ones leave the attention mask out: another {self.gain:.2f}× faster."
-
-
-def are_ones(tensors: list[torch.Tensor]) -> bool:
-    """Whether every element of all of them is one."""
-    if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
-        return False  # a stream that is being captured must not wait
-    return all(bool((tensor == 1).all()) for tensor in tensors)
 
 
 def without_masks_of_ones(

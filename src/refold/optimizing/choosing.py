@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from refold.errors import RefoldError
-from refold.executors import Executor, Plain, executor_named, executors, unavailable
+from refold.executors import Executor, Plain, PreparationFailed, executor_named, executors, unavailable
+from refold.executors.tree import tensors_of
 from refold.measure import Comparison, Measurement, measure_many, rounds_needed
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, split
+from refold.optimizing.padding import ForMasksOfOnes, PaddedExample
 from refold.optimizing.progress import silent
 from refold.verify import OutputReference
 
@@ -35,6 +37,11 @@ class Choice:
     grades: dict[str, str] = field(default_factory=dict)
     rewriting: Measurement | None = None
     """The chosen executor without the rewrites, against itself with them."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be known about the way to run the model."""
+        return [str(self.run)] if isinstance(self.run, ForMasksOfOnes) else []
 
     @property
     def rewrites_hinder(self) -> bool:
@@ -180,8 +187,9 @@ def prepare_checked(
     left_out: dict[str, str],
 ) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
     """The executors that can run a module and whose outputs are right, and the grade of each; `left_out` is told why
-    the others cannot."""
+    the others cannot. A copy of the weights that is right without padding only is used for just that."""
     args, kwargs = split(inputs)
+    padded = PaddedExample(module, inputs)
     ready: dict[str, Callable[..., Any]] = {}
     grades: dict[str, str] = {}
     for i, (name, executor) in enumerate(wanted.items()):
@@ -193,7 +201,9 @@ def prepare_checked(
         try:
             run = executor.prepare(module, args, kwargs)
             with torch.no_grad():
-                grade = reference.grade(run(*args, **kwargs))
+                output = run(*args, **kwargs)
+                _refuse_layouts(output)
+                grade = reference.grade(output)
         except Exception as error:  # whatever an engine raises, it is not the way to run this model
             left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
             continue
@@ -201,5 +211,16 @@ def prepare_checked(
         if not grade.acceptable or (level == "safe" and grade.grade != "bit-identical"):
             left_out[name] = f"its outputs are {grade.grade}"
             continue
-        ready[name] = run
+        objection = padded.objection(run)
+        if objection is not None and executor.follows_weights:
+            left_out[name] = f"its outputs are wrong where the mask is not all ones: {objection}"
+            continue
+        ready[name] = run if objection is None else padded.left_to_the_module(run, objection)
     return ready, grades
+
+
+def _refuse_layouts(output: Any) -> None:
+    for tensor in tensors_of(output):
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise PreparationFailed(f"An output is a {kind} tensor, which cannot be compared with the model's.")
