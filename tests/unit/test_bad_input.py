@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +220,35 @@ def test_broken_transformations() -> None:
     with pytest.raises(refold.BrokenTransformation, match=r"wrote into out\.bias in place"):
         WritesInPlace()(gm)
     assert not refold.history(gm)
+
+
+class WritesInPlaceAndFails(refold.Transformation):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        WritesInPlace().transform(graph_module)
+        graph_module.out.weight.data = graph_module.out.weight.detach() * 2
+        raise IndexError("half-way")
+
+
+class BreaksEverything(refold.Transformation):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        graph_module._modules["out"] = "no module"  # type: ignore[assignment]
+        raise IndexError("half-way")
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: refold.compose(MergeLinears(), t)], ids=["alone", "composed"])
+def test_a_call_that_writes_in_place_and_then_fails_says_what_is_lost(wrap: Any) -> None:
+    with pytest.raises(IndexError, match="half-way") as error:
+        wrap(WritesInPlaceAndFails())(attention())
+    (note,) = error.value.__notes__
+    assert "had written into out.weight, out.bias in place" in note and "the values of these tensors were not" in note
+
+
+def test_a_call_that_fails_says_nothing_more_where_nothing_is_lost() -> None:
+    gm = attention()
+    before = Portrait.of(gm)
+    with pytest.raises(IndexError, match="half-way") as error:
+        BreaksEverything()(gm)
+    assert not hasattr(error.value, "__notes__") and unchanged(before, gm)
 
 
 def test_mark_as_restored_of_a_node_that_was_not_marked() -> None:
