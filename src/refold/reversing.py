@@ -64,7 +64,8 @@ class Outline:
 
 def _facts(module: nn.Module) -> dict[str, Any]:
     """The class of a module and its settings; the mode is none, and of what is not plain data only the kind counts."""
-    settings = {name: _plain(value) for name, value in fx_private.plain_attributes(module).items() if name != "training"}
+    settings = {name: _plain(value) for name, value in fx_private.plain_attributes(module).items()}
+    settings.pop("training", None)
     return {**settings, "class": GraphModule if isinstance(module, GraphModule) else type(module)}
 
 

@@ -30,6 +30,7 @@ from refold.history import (
 from refold.linting import lint
 from refold.recipes import recipe_of
 from refold.result import Refused, Result, Rewritten, result, set_result
+from refold.settings import check_settings
 from refold.signature import digest
 from refold.snapshot import Look, Snapshot
 from refold.untouched import check_tensors_untouched, telling_what_was_written
@@ -44,6 +45,10 @@ class Transformation(ABC):
 
     preserves_computation: bool = False
     """A claim that the result computes the same; `refold.verify` grades it."""
+
+    def __post_init__(self) -> None:
+        """Check the settings; a transformation that is a dataclass calls this when it is made."""
+        check_settings(self)
 
     @abstractmethod
     def transform(self, graph_module: GraphModule) -> GraphModule:

@@ -10,6 +10,7 @@ from refold.edit import Editor
 from refold.folding import fold, largest_first, why_not_foldable
 from refold.match import Call, GraphView, match_batch_norm, match_linear, rank_of
 from refold.rewrite import Example, Rewrite, Site, Skip
+from refold.settings import Keep
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -26,7 +27,7 @@ class FuseBatchNorm1dInLinear(Rewrite):
     """
 
     kind: ClassVar[str] = "parametric"
-    keep: str = "correction"
+    keep: Keep = "correction"
 
     @classmethod
     def examples(cls) -> Iterable[Example]:

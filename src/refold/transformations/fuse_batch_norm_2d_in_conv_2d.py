@@ -10,6 +10,7 @@ from refold.edit import Editor
 from refold.folding import fold, largest_first, why_not_foldable
 from refold.match import Call, GraphView, match_batch_norm, match_conv
 from refold.rewrite import Example, Rewrite, Site, Skip
+from refold.settings import Keep
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -24,7 +25,7 @@ class FuseBatchNorm2dInConv2d(Rewrite):
     """
 
     kind: ClassVar[str] = "parametric"
-    keep: str = "correction"
+    keep: Keep = "correction"
 
     @classmethod
     def examples(cls) -> Iterable[Example]:
