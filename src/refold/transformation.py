@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch.fx import GraphModule, Node
@@ -338,7 +339,7 @@ class ReversibleComposition(Composition, ReversibleTransformation):
         if calls:
             return [i for i in reversed(range(len(past))) if calls[-1] in past[i].groups]
         places: list[int] = []
-        for part in reversed(_flat(self.transformations)):
+        for part in reversed(flat(self.transformations)):
             fitting = [i for i, c in enumerate(past) if c.signature == part.signature and i not in places]
             places += fitting[-1:]
         if not places:
@@ -346,10 +347,11 @@ class ReversibleComposition(Composition, ReversibleTransformation):
         return places
 
 
-def _flat(transformations: tuple[Transformation, ...]) -> list[Transformation]:
+def flat(transformations: Iterable[Transformation]) -> list[Transformation]:
+    """The parts of compositions, and all others as they are, in order."""
     parts: list[Transformation] = []
     for t in transformations:
-        parts += _flat(t.transformations) if isinstance(t, Composition) else [t]
+        parts += flat(t.transformations) if isinstance(t, Composition) else [t]
     return parts
 
 
