@@ -185,10 +185,11 @@ def _transform(
 
 def _carry_history(label: str, gm: GraphModule, output: GraphModule, past: History, notes: recording.Recording) -> None:
     """Let the output carry the history that the module came with, whatever the call did to it."""
-    if output is gm:
-        attach(gm, past)
-        return
     carried = history(output)
+    if output is gm:
+        if carried is not past:
+            attach(gm, past)
+        return
     if notes.inside or len(carried) not in (0, len(past)):
         raise BrokenTransformation(
             f"{label} returned another module after it called other transformations, so that no record can tell what "
