@@ -9,10 +9,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 from refold import fx_private
+from refold.difference import difference
+from refold.errors import BrokenTransformation
 from refold.history import check_graph_module, history
 from refold.hollow import parameter_over
 from refold.result import Result, result
 from refold.rewrite import Rewrite
+from refold.snapshot import Snapshot
 from refold.transformation import Composition, Transformation, check_transformation
 
 
@@ -21,11 +24,23 @@ def explain(gm: GraphModule, transformation: Transformation) -> Result:
     check_graph_module(gm)
     check_transformation(transformation)
     if isinstance(transformation, Rewrite):
-        return transformation.explain(gm)
+        return _explained(gm, transformation)
     hollow = hollow_copy(gm)
     if isinstance(transformation, Composition):
         transformation = Composition(*transformation.transformations)
     return result(transformation(hollow, lint_and_recompile=False))
+
+
+def _explained(gm: GraphModule, rewrite: Rewrite) -> Result:
+    before = Snapshot.of(gm)
+    try:
+        said = rewrite.explain(gm)
+        if difference(before, before.again(gm)) is not None:
+            raise BrokenTransformation(f"the find of {rewrite!r} edits the module, and must only look at it.")
+        return said
+    except BaseException:
+        before.restore(gm)
+        raise
 
 
 def hollow_copy(gm: GraphModule) -> GraphModule:

@@ -305,6 +305,11 @@ def rename_nodes(graph: Graph, names: list[str]) -> None:
         namespace._obj_to_name[node] = name
 
 
+def is_erased(node: Node) -> bool:
+    """Whether a node was taken out of its graph."""
+    return node._erased
+
+
 def graph_order(nodes: list[Node]) -> dict[Node, int]:
     """The place of every node."""
     return dict(zip(nodes, range(len(nodes)), strict=True))

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from refold import fx_private
+from refold import fx_private, recording
 from refold.atomic import atomically
 from refold.change import Change
-from refold.errors import GraphEdited, NotAGraphModule, NothingToUndo, OutOfOrder, WeightsChanged
+from refold.errors import BrokenTransformation, GraphEdited, NotAGraphModule, NothingToUndo, OutOfOrder, WeightsChanged
 from refold.expected import ExpectedGraph
 from refold.fingerprint import fingerprint
 from refold.gradients import gradients_back
@@ -178,6 +178,13 @@ def undo_chosen(
     """Undo changes by their places in the history, one after the other, all or none."""
     if weights not in ("carry", "original"):
         raise ValueError(f"weights must be 'carry' or 'original', not {weights!r}")
+    recording.check_not_inside(gm, "undo")
+    running = recording.recorder_of(gm)
+    if running is not None:
+        raise BrokenTransformation(
+            f"{running.label} undoes changes of the module that it is transforming, which no record of it can hold. "
+            f"Undo them before it is called, or after."
+        )
     return atomically(gm, lambda before: _undo_all(gm, chosen, weights, lint_and_recompile, before.ledger))
 
 

@@ -42,7 +42,7 @@ def optimize(
     example_inputs: Any,
     *,
     level: str = "default",
-    pipeline: Sequence[Transformation] | None = None,
+    pipeline: Sequence[Transformation] | Transformation | None = None,
     backend: str = "auto",
     time_budget: float | None = None,
     on_new_input: str = "fallback",
@@ -61,6 +61,9 @@ def optimize(
     """
     if on_new_input not in ("fallback", "optimize"):
         raise RefoldError(f"on_new_input must be 'fallback' or 'optimize', not {on_new_input!r}.")
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise RefoldError(f"a torch.nn.Module is needed, and {what} was given.")
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
     if model.training:

@@ -17,6 +17,8 @@ from importlib.metadata import EntryPoint, entry_points
 
 import refold.transformations  # noqa: F401  (importing it defines every built-in rewrite)
 from refold.errors import RefoldError
+from refold.executors.base import problems as executor_problems
+from refold.offered import Problem, Unusable, load_offered, origin_of
 from refold.rewrite import registered
 from refold.transformation import Transformation
 
@@ -29,18 +31,6 @@ class UnknownTransformation(RefoldError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr of the sentence
         return str(self.args[0]) if self.args else ""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A plugin that was left out, and why."""
-
-    name: str
-    origin: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"The plugin {self.name} ({self.origin}) was left out: {self.reason}."
 
 
 @dataclass(frozen=True)
@@ -84,24 +74,18 @@ def name_of(transformation: Transformation) -> str:
 
 
 def find_plugins(entries: Iterable[EntryPoint] | None = None) -> Plugins:
-    """The built-in transformations and those of the entry points (of all installed packages, where none are given)."""
+    """The built-in transformations and those of the entry points. Where none are given, they are those of all installed
+    packages, and executors that cannot be used are among the problems."""
     classes: dict[str, type[Transformation]] = _built_in()
     origins = dict.fromkeys(classes, "refold")
-    left_out = []
+    left_out = [] if entries is not None else list(executor_problems())
     for entry in entry_points(group=ENTRY_POINT_GROUP) if entries is None else entries:
-        origin = entry.dist.name if entry.dist is not None else entry.value
-        try:
-            cls = _load(entry, classes)
-        except (Exception, SystemExit) as error:  # another package's code may raise anything while it is imported
-            reason = str(error) if isinstance(error, _Unusable) else f"{type(error).__name__}: {error}"
-            left_out.append(Problem(entry.name, origin, reason.strip().rstrip(".")))
-            continue
-        classes[entry.name], origins[entry.name] = cls, origin
+        cls = load_offered(entry, lambda entry: _load(entry, classes))
+        if isinstance(cls, Problem):
+            left_out.append(cls)
+        else:
+            classes[entry.name], origins[entry.name] = cls, origin_of(entry)
     return Plugins(classes, origins, tuple(left_out))
-
-
-class _Unusable(Exception):
-    """Why an entry point is no transformation."""
 
 
 def _built_in() -> dict[str, type[Transformation]]:
@@ -113,12 +97,12 @@ def _built_in() -> dict[str, type[Transformation]]:
 def _load(entry: EntryPoint, taken: dict[str, type[Transformation]]) -> type[Transformation]:
     cls = entry.load()
     if not (isinstance(cls, type) and issubclass(cls, Transformation)):
-        raise _Unusable(f"{entry.value} is no class derived from refold.Transformation")
+        raise Unusable(f"{entry.value} is no class derived from refold.Transformation")
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise _Unusable(f"{entry.value} is abstract: it lacks {missing}")
+        raise Unusable(f"{entry.value} is abstract: it lacks {missing}")
     if entry.name in taken:
         known = taken[entry.name]
-        raise _Unusable(f"its name is taken already, by {known.__module__}.{known.__qualname__}")
+        raise Unusable(f"its name is taken already, by {known.__module__}.{known.__qualname__}")
     cls()  # names in pipeline files and listings stand for transformations with default settings
     return cls

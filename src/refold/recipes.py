@@ -69,7 +69,7 @@ def known_classes() -> dict[str, type]:
     from refold.transformation import Transformation, Unrecorded
 
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        with contextlib.suppress(Exception):  # somebody else's broken package must not stop this one
+        with contextlib.suppress(Exception, SystemExit):  # somebody else's broken package must not stop this one
             entry.load()
     root: type = Transformation
     classes: list[type] = [cls for cls in _subclasses(root) if not inspect.isabstract(cls)]

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from refold import recording
+from refold import fx_private, recording
 from refold.edit import Editor
+from refold.errors import BrokenTransformation
 from refold.match import GraphView
 from refold.result import Refused, Result, Rewritten
 from refold.transformation import ReversibleTransformation, Transformation
@@ -67,13 +68,19 @@ class Rewrite(Transformation):
     def transform(self, graph_module: GraphModule) -> GraphModule:
         notes = recording.current()
         for _ in range(_ROUNDS):
-            sites, skips = _sort(self.find(GraphView(graph_module)))
+            sites, skips = _sites_and_skips(self, graph_module)
             edit = Editor(graph_module)
             for site in sites:
+                _check_still_there(self, site)
                 notes.rewrote(site.nodes, site.what)
                 self.rewrite(site, edit)
             if not sites:
                 break
+        else:
+            raise BrokenTransformation(
+                f"{self!r} still finds a place to rewrite after {_ROUNDS} rounds ({sites[0].what!r}): what is "
+                f"rewritten must not be found again."
+            )
         for skip in skips:
             if not self.transformed(skip.node):  # what it made itself is no news
                 notes.skip(skip.node, skip.reason)
@@ -81,21 +88,33 @@ class Rewrite(Transformation):
 
     def explain(self, graph_module: GraphModule) -> Result:
         """What would be rewritten and why the rest would not; nothing is touched."""
-        sites, skips = _sort(self.find(GraphView(graph_module)))
+        sites, skips = _sites_and_skips(self, graph_module)
         rewritten = tuple(Rewritten(tuple(n.name for n in site.nodes), site.what) for site in sites)
         refused = tuple(Refused(skip.node.name, skip.reason) for skip in skips)
         return Result(repr(self), rewritten, refused, "" if sites or skips else "Nothing in the graph matched.")
 
 
-def _sort(found: Iterable[Site | Skip]) -> tuple[list[Site], list[Skip]]:
+def _sites_and_skips(rewrite: Rewrite, graph_module: GraphModule) -> tuple[list[Site], list[Skip]]:
     sites: list[Site] = []
     skips: list[Skip] = []
-    for item in found:
+    found = rewrite.find(GraphView(graph_module))
+    for item in (None,) if found is None else found:
         if isinstance(item, Site):
             sites.append(item)
-        else:
+        elif isinstance(item, Skip):
             skips.append(item)
+        else:
+            raise BrokenTransformation(f"the find of {rewrite!r} gave {item!r}, and must give only Site and Skip.")
     return sites, skips
+
+
+def _check_still_there(rewrite: Rewrite, site: Site) -> None:
+    gone = [node.name for node in site.nodes if fx_private.is_erased(node)]
+    if gone:
+        raise BrokenTransformation(
+            f"the find of {rewrite!r} gave two sites that overlap: {site.what!r} has {', '.join(gone)}, which is gone "
+            f"since another one was rewritten."
+        )
 
 
 class ReversibleRewrite(Rewrite, ReversibleTransformation):

@@ -47,6 +47,8 @@ def _spell_object(value: Any, seen: tuple[int, ...]) -> str:
         return f"partial({spell((value.func, value.args, value.keywords), seen)})"
     if isinstance(value, types.FunctionType):
         return _spell_function(value, seen)
+    if isinstance(value, types.CodeType):
+        return _spell_code(value, seen)
     if isinstance(value, types.MethodType):
         return f"method:{value.__func__.__qualname__}({spell(value.__self__, seen)})"
     if callable(value) and hasattr(value, "__qualname__"):
@@ -59,12 +61,18 @@ def _spell_object(value: Any, seen: tuple[int, ...]) -> str:
 
 
 def _spell_function(function: types.FunctionType, seen: tuple[int, ...]) -> str:
-    """Two lambdas of one name differ in their code and in what they close over."""
-    code = hashlib.sha256(function.__code__.co_code).hexdigest()[:16]
-    constants = [c for c in function.__code__.co_consts if not isinstance(c, types.CodeType)]
+    """Two lambdas of one name differ in their code, in what they close over and in their defaults."""
     closed = [cell.cell_contents for cell in function.__closure__ or ()]
-    parts = spell((constants, list(function.__code__.co_names), closed, function.__defaults__), seen)
-    return f"function:{function.__module__}.{function.__qualname__}:{code}({parts})"
+    parts = spell((function.__code__, closed, function.__defaults__, function.__kwdefaults__), seen)
+    return f"function:{function.__module__}.{function.__qualname__}({parts})"
+
+
+def _spell_code(code: types.CodeType, seen: tuple[int, ...]) -> str:
+    """What a function does, those that it defines inside included; not where it was written."""
+    body = hashlib.sha256(code.co_code + code.co_exceptiontable).hexdigest()[:16]
+    kinds = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    return f"code:{body}({spell((code.co_consts, kinds, names), seen)})"
 
 
 def _settings(value: Any) -> dict[str, Any]:

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
 from refold import fx_private, recording
 from refold.atomic import atomically
+from refold.change import Change
 from refold.difference import difference
 from refold.errors import BrokenTransformation, NotATransformation
 from refold.fingerprint import fingerprint
 from refold.gradients import gradients_forward
-from refold.history import attach, check_graph_module, find_tensor, history, latest, push, undo_chosen, undo_signature
+from refold.history import (
+    History,
+    attach,
+    check_graph_module,
+    find_tensor,
+    history,
+    latest,
+    push,
+    undo_chosen,
+    undo_signature,
+)
 from refold.linting import lint
 from refold.recipes import recipe_of
 from refold.result import Refused, Result, Rewritten, result, set_result
+from refold.settings import check_settings
 from refold.signature import digest
 from refold.snapshot import Look, Snapshot
+from refold.untouched import check_tensors_untouched, telling_what_was_written
 
 _MARK = "refold_transformed_by"
 
@@ -31,6 +46,10 @@ class Transformation(ABC):
 
     preserves_computation: bool = False
     """A claim that the result computes the same; `refold.verify` grades it."""
+
+    def __post_init__(self) -> None:
+        """Check the settings; a transformation that is a dataclass calls this when it is made."""
+        check_settings(self)
 
     @abstractmethod
     def transform(self, graph_module: GraphModule) -> GraphModule:
@@ -141,8 +160,12 @@ def _apply(transformation: Transformation, gm: GraphModule, lint_and_recompile: 
 def _transform(
     transformation: Transformation, gm: GraphModule, lint_and_recompile: bool, before: Snapshot
 ) -> GraphModule:
-    label = repr(transformation)
-    with recording.recording() as notes:
+    label, past, recorder = repr(transformation), history(gm), recording.recorder_of(gm)
+    recording.check_not_inside(gm, label)
+    if recorder is not None:
+        recorder.check_made(functools.partial(find_tensor, gm))
+    unrecorded = isinstance(transformation, Unrecorded)
+    with recording.recording(label, None if unrecorded else gm) as notes, telling_what_was_written(gm, before, notes):
         notes.ledger = before.ledger
         output = transformation.transform(gm)
         if not isinstance(output, GraphModule):
@@ -151,11 +174,29 @@ def _transform(
         if lint_and_recompile:
             lint(output.graph)
             output.recompile()
-        if not isinstance(transformation, Unrecorded):
-            _record(transformation, gm, output, before, notes)
+        if not unrecorded:
+            check_tensors_untouched(label, before, output)
+            _carry_history(label, gm, output, past, notes)
+            _record(transformation, output, before, notes, recorder if output is gm else None)
         outcome = Result(label, tuple(notes.rewritten), tuple(notes.refused), _note(notes))
         set_result(output, outcome)
         return output
+
+
+def _carry_history(label: str, gm: GraphModule, output: GraphModule, past: History, notes: recording.Recording) -> None:
+    """Let the output carry the history that the module came with, whatever the call did to it."""
+    carried = history(output)
+    if output is gm:
+        if carried is not past:
+            attach(gm, past)
+        return
+    if notes.inside or len(carried) not in (0, len(past)):
+        raise BrokenTransformation(
+            f"{label} returned another module after it called other transformations, so that no record can tell what "
+            f"became of the one it was given. Edit the module that is given, or use refold.compose(..., inplace=False)."
+        )
+    if not carried:
+        attach(output, copy.deepcopy(past))
 
 
 def _note(notes: recording.Recording) -> str:
@@ -163,23 +204,39 @@ def _note(notes: recording.Recording) -> str:
 
 
 def _record(
-    transformation: Transformation, gm: GraphModule, output: GraphModule, before: Snapshot, notes: recording.Recording
+    transformation: Transformation,
+    output: GraphModule,
+    before: Snapshot,
+    notes: recording.Recording,
+    recorder: recording.Recording | None,
 ) -> None:
-    """Put what changed on the module's history."""
-    _check_tensors_untouched(transformation, before, output)
+    """Put what changed on the module's history, or make it part of the change of the call that this one was made in."""
+    find = functools.partial(find_tensor, output)
+    notes.check_made(find)
+    if notes.maps and output is before.tree.root:
+        notes.check_sources(before.tensors())
     after = before.again(output)
     change = difference(before, after, notes.maps)
-    if output is not gm and not history(output):
-        attach(output, copy.deepcopy(history(gm)))
-    if change is None:
-        return
-    if not notes.rewritten:
+    if change is not None and not notes.rewritten:
+        notes.rewritten += notes.inside
         notes.rewrote((*change.created, *change.changed), f"{len(change.describe())} edits")
+    if change is not None:
+        gradients_forward(change.maps, find)
+        fx_private.sort_users(output.graph)  # as a copy, a pickle and an undo of a later change have them
+    if recorder is not None:
+        recorder.absorb(notes, find)
+    elif change is not None:
+        push(output, _described(change, transformation, before, after, notes), before, after)
+
+
+def _described(
+    change: Change, transformation: Transformation, before: Snapshot, after: Look, notes: recording.Recording
+) -> Change:
+    """A change with all that the call says about it."""
     signature = transformation.signature
     metas = zip(after.graph.rows, after.graph.metas, strict=True)
     marked = frozenset([row[1] for row, meta in metas if _MARK in meta and signature in meta[_MARK]])
-    gradients_forward(change.maps, lambda name: find_tensor(output, name))
-    change = replace(
+    return replace(
         change,
         recipe=recipe_of(transformation),
         signature=signature,
@@ -189,19 +246,6 @@ def _record(
         groups=recording.groups(),
         marked=marked,
         sites=tuple(notes.rewritten),
-    )
-    fx_private.sort_users(output.graph)  # as a copy, a pickle and an undo of a later change have them
-    push(output, change, before, after)
-
-
-def _check_tensors_untouched(transformation: Transformation, before: Snapshot, output: GraphModule) -> None:
-    written = before.written_in_place(output)
-    if not written:
-        return
-    names = [name for name, tensor in before.tensors().items() if any(tensor is w for w in written)]
-    raise BrokenTransformation(
-        f"{transformation!r} wrote into {', '.join(names)} in place, or replaced their data, which no record can undo. "
-        f"The graph was put back; the values of these tensors were not. A transformation must make new tensors."
     )
 
 
@@ -296,7 +340,7 @@ class ReversibleComposition(Composition, ReversibleTransformation):
         if calls:
             return [i for i in reversed(range(len(past))) if calls[-1] in past[i].groups]
         places: list[int] = []
-        for part in reversed(_flat(self.transformations)):
+        for part in reversed(flat(self.transformations)):
             fitting = [i for i, c in enumerate(past) if c.signature == part.signature and i not in places]
             places += fitting[-1:]
         if not places:
@@ -304,10 +348,11 @@ class ReversibleComposition(Composition, ReversibleTransformation):
         return places
 
 
-def _flat(transformations: tuple[Transformation, ...]) -> list[Transformation]:
+def flat(transformations: Iterable[Transformation]) -> list[Transformation]:
+    """The parts of compositions, and all others as they are, in order."""
     parts: list[Transformation] = []
     for t in transformations:
-        parts += _flat(t.transformations) if isinstance(t, Composition) else [t]
+        parts += flat(t.transformations) if isinstance(t, Composition) else [t]
     return parts
 
 

@@ -260,6 +260,37 @@ def test_without_examples() -> None:
         check_laws(Nothing())
 
 
+class NeedsRelu(_Broken):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        graph_module.relu.inplace = True
+        return graph_module
+
+
+def test_raises_where_nothing_matches() -> None:
+    assert "it raised AttributeError: 'Identity' object has no attribute 'relu'" in caught("L1", NeedsRelu())
+
+
+class FindEdits(ReversibleRewrite):
+    def find(self, view: GraphView) -> Iterator[Site | Skip]:
+        for node in view.nodes:
+            if node.target == "softmax":
+                node.target = "log_softmax"
+                yield Skip(node, "it is edited at once")
+
+    def rewrite(self, site: Site, edit: Editor) -> None:
+        raise NotImplementedError
+
+
+def test_finding_that_edits() -> None:
+    assert "edits the module, and must only look at it" in caught("L15", FindEdits())
+
+
+@pytest.mark.parametrize("thing", [MergeLinears, None], ids=["class", "nothing"])
+def test_not_a_transformation(thing: Any) -> None:
+    with pytest.raises(refold.NotATransformation):
+        check_laws(thing)
+
+
 def test_new_process_that_finds_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     from refold.testing import check_new_process
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
-from torch.fx import GraphModule, symbolic_trace
+from torch.fx import GraphModule, Node, symbolic_trace
 
 import refold
 from refold import ChangeTrueDivToMulByInverse, FuseBatchNorm2dInConv2d, FuseBiasInLinear, MergeLinears
+from refold.edit import Editor
+from refold.match import GraphView
+from refold.rewrite import Rewrite, Site
 from refold.testing import Portrait, models
 
 ERRORS = [getattr(refold, name) for name in refold.__all__ if name[0].isupper()]
@@ -219,6 +225,88 @@ def test_broken_transformations() -> None:
     with pytest.raises(refold.BrokenTransformation, match=r"wrote into out\.bias in place"):
         WritesInPlace()(gm)
     assert not refold.history(gm)
+
+
+class WritesInPlaceAndFails(refold.Transformation):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        WritesInPlace().transform(graph_module)
+        graph_module.out.weight.data = graph_module.out.weight.detach() * 2
+        raise IndexError("half-way")
+
+
+class BreaksEverything(refold.Transformation):
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        graph_module._modules["out"] = "no module"  # type: ignore[assignment]
+        raise IndexError("half-way")
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: refold.compose(MergeLinears(), t)], ids=["alone", "composed"])
+def test_a_call_that_writes_in_place_and_then_fails_says_what_is_lost(wrap: Any) -> None:
+    with pytest.raises(IndexError, match="half-way") as error:
+        wrap(WritesInPlaceAndFails())(attention())
+    (note,) = error.value.__notes__
+    assert "had written into out.weight, out.bias in place" in note and "the values of these tensors were not" in note
+
+
+def test_a_call_that_fails_says_nothing_more_where_nothing_is_lost() -> None:
+    gm = attention()
+    before = Portrait.of(gm)
+    with pytest.raises(IndexError, match="half-way") as error:
+        BreaksEverything()(gm)
+    assert not hasattr(error.value, "__notes__") and unchanged(before, gm)
+
+
+def finding(found: Callable[[Node], Any]) -> Rewrite:
+    """A rewrite that takes out the softmax, and finds what it is told to find at it."""
+
+    class Faulty(Rewrite):
+        def find(self, view: GraphView) -> Any:
+            softmax = [node for node in view.nodes if node.target == "softmax"]
+            return found(softmax[0]) if softmax else ()
+
+        def rewrite(self, site: Site, edit: Editor) -> None:
+            if site.what != "do nothing":
+                edit.replace_uses(site.nodes[0], site.nodes[0].all_input_nodes[0])
+                edit.erase(site.nodes[0])
+
+    return Faulty()
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (lambda node: [Site((node,), "do nothing")], r"Faulty\(\) still finds a place to rewrite after 1000 rounds"),
+        (lambda node: [Site((node,), "one"), Site((node,), "two")], r"overlap: 'two' has softmax, which is gone"),
+        (lambda node: [Site((node,), "one"), "two"], r"gave 'two', and must give only Site and Skip"),
+        (lambda node: None, r"gave None, and must give only Site and Skip"),
+    ],
+    ids=["endless", "overlap", "text", "nothing"],
+)
+def test_faulty_rewrites(found: Callable[[Node], Any], sentence: str) -> None:
+    gm = attention()
+    before = Portrait.of(gm)
+    with pytest.raises(refold.BrokenTransformation, match=sentence):
+        finding(found)(gm)
+    assert unchanged(before, gm) and not refold.history(gm)
+
+
+def test_settings_with_a_few_values() -> None:
+    for make in (refold.FoldBatchNorm, FuseBatchNorm2dInConv2d, refold.FuseBatchNorm1dInLinear, refold.MergeLora):
+        with pytest.raises(ValueError, match="keep must be 'correction' or 'original', not 'orignal'"):
+            make(keep="orignal")
+        assert make(keep="original").keep == "original"
+
+    @dataclass(frozen=True, kw_only=True, repr=False)
+    class Own(refold.Transformation):
+        side: Literal["left", 2] = "left"
+        other: str = "anything"
+
+        def transform(self, graph_module: GraphModule) -> GraphModule:
+            return graph_module
+
+    assert Own(side=2, other="x").side == 2
+    with pytest.raises(ValueError, match="side must be 'left' or 2, not 'right'"):
+        Own(side="right")  # type: ignore[arg-type]
 
 
 def test_mark_as_restored_of_a_node_that_was_not_marked() -> None:

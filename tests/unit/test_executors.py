@@ -254,6 +254,8 @@ def test_names_reasons_and_discovery(monkeypatch: pytest.MonkeyPatch):
         name = "mine"
 
     class Entry:
+        name, value, dist = "mine", "their_package:Mine", None
+
         def load(self) -> type[Executor]:
             return Mine
 

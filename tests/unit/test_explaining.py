@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 import refold
+from refold.edit import Editor
 from refold.explaining import hollow_copy
+from refold.match import GraphView
+from refold.rewrite import Rewrite, Site, Skip
 from refold.testing import Portrait, models
 
 ALL = [
@@ -87,6 +91,25 @@ def test_of_a_module_with_a_history() -> None:
     past = refold.history(gm)
     said = refold.explain(gm, refold.compose(refold.MergeLinears(), refold.ChangeTrueDivToMulByInverse()))
     assert len(said.rewritten) == 1 and refold.history(gm) is past and len(past) == 1
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_find_that_edits_is_refused_and_nothing_is_touched(raises: bool) -> None:
+    class FindEdits(Rewrite):
+        def find(self, view: GraphView) -> Iterable[Site | Skip]:
+            next(node for node in view.nodes if node.target == "softmax").target = "log_softmax"
+            if raises:
+                raise IndexError("half-way")
+            return ()
+
+        def rewrite(self, site: Site, edit: Editor) -> None:
+            raise NotImplementedError
+
+    gm = attention()
+    before = Portrait.of(gm)
+    with pytest.raises(IndexError if raises else refold.BrokenTransformation, match=r"half-way|must only look at it"):
+        refold.explain(gm, FindEdits())
+    assert before.differences(Portrait.of(gm), same_objects=True) == []
 
 
 def test_bad_input() -> None:

@@ -268,3 +268,62 @@ def test_loaded_weights_are_carried_back() -> None:
     refold.undo(gm)
     torch.testing.assert_close(gm(x), expected)
     assert torch.equal(gm.query.weight, other["query_key_value_merged.weight"][:6])
+
+
+class CleansUp(refold.Transformation):
+    """Ends as passes for torch.fx do; that takes out every child that no node calls, the history included."""
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        for node in graph_module.graph.nodes:
+            if node.target == "relu":
+                graph_module.add_submodule("gelu", nn.GELU())
+                node.target = "gelu"
+        graph_module.delete_all_unused_submodules()
+        return graph_module
+
+
+class InBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "unused": nn.Linear(3, 3)})
+        self.relu = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.block["a"](x)) + self.block["b"](x)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["composed", "one by one"])
+def test_a_pass_that_takes_out_unused_modules_keeps_the_history(together: bool) -> None:
+    gm = symbolic_trace(InBlocks())
+    before, state = Portrait.of(gm), {key: value.clone() for key, value in gm.state_dict().items()}
+    for t in [refold.compose(MergeLinears(), CleansUp())] if together else [MergeLinears(), CleansUp()]:
+        t(gm)
+    assert [change.name for change in refold.history(gm)] == ["MergeLinears", "CleansUp"]
+    given = refold.original_state_dict(gm)
+    assert list(given) == list(state) and all(torch.equal(given[key], value) for key, value in state.items())
+    CleansUp()(gm)
+    assert len(refold.history(gm)) == 2, "a call that changes nothing keeps it as well"
+    refold.undo(gm, None)
+    assert before.differences(Portrait.of(gm)) == []
+
+
+def test_a_pass_that_takes_out_what_an_earlier_change_made() -> None:
+    class DropsMerged(refold.Transformation):
+        def transform(self, graph_module: GraphModule) -> GraphModule:
+            relu = next(n for n in graph_module.graph.nodes if n.target == "relu")
+            relu.args = (next(n for n in graph_module.graph.nodes if n.op == "placeholder"),)
+            output = next(n for n in graph_module.graph.nodes if n.op == "output")
+            output.args = (relu,)
+            graph_module.graph.eliminate_dead_code()
+            graph_module.delete_all_unused_submodules()
+            return graph_module
+
+    gm = symbolic_trace(InBlocks())
+    before = Portrait.of(gm)
+    MergeLinears()(gm)
+    DropsMerged()(gm)
+    assert len(refold.history(gm)) == 2 and not [*gm.parameters()]
+    with pytest.raises(refold.OutOfOrder, match="DropsMerged"):
+        MergeLinears()(gm, reverse=True)
+    refold.undo(gm, None)
+    assert before.differences(Portrait.of(gm)) == []

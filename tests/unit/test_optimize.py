@@ -227,6 +227,8 @@ def test_a_model_that_cannot_be_captured_still_runs():
         ({"on_new_input": "crash"}, "on_new_input must be"),
         ({"backend": "abacus"}, "no executor called"),
         ({"pipeline": [refold.MergeLinears]}, "MergeLinears()"),
+        ({"pipeline": refold.MergeLinears}, "MergeLinears()"),
+        ({"pipeline": 3}, "a refold.Transformation is needed, and a int was given"),
     ],
 )
 def test_wrong_settings_are_named(change, words):
@@ -239,6 +241,23 @@ def test_training_mode_and_odd_inputs_are_refused():
         optimize(make_model().train(), (torch.randn(2, 5, 16),), progress=False)
     with pytest.raises(RefoldError, match="example_inputs must be"):
         optimize(make_model(), 3, progress=False)
+    with pytest.raises(RefoldError, match=r"a torch\.nn\.Module is needed, and a str was given"):
+        optimize("model", (torch.ones(1),))  # type: ignore[arg-type]
+    with pytest.raises(RefoldError, match="the class Linear was given"):
+        optimize(nn.Linear, (torch.ones(1),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "names"),
+    [
+        (refold.MergeLinears(), ["MergeLinears"]),
+        (refold.compose(refold.RemoveNoOps(), refold.compose(refold.MergeLinears())), ["RemoveNoOps", "MergeLinears"]),
+    ],
+    ids=["single", "composed"],
+)
+def test_a_single_transformation_and_a_composition_are_pipelines(pipeline, names):
+    fast = optimize(make_model(), (torch.randn(2, 5, 16),), backend="plain", pipeline=pipeline, progress=False)
+    assert [step.name for step in fast.report.steps] == names
 
 
 def test_an_executor_that_cannot_be_used_is_refused_before_any_work() -> None:

@@ -65,6 +65,7 @@ def test_an_empty_pipeline_is_a_pipeline() -> None:
         (HEAD + "  - [MergeLinears]", "entry 1 must be a name"),
         (HEAD + "  - MergeLinears: {speed: 3}", "MergeLinears has no setting speed"),
         (HEAD + "  - FuseBatchNorm2dInConv2d: {keep: 3}", "must be a text, not 3"),
+        (HEAD + "  - FoldBatchNorm: {keep: nonsense}", "keep must be 'correction' or 'original', not 'nonsense'"),
         (HEAD + "  - FuseBatchNorm2dInConv2d: {keep: a, keep: b}", "'keep' is given twice"),
         ("refold-pipeline: 1\ntransformations: &a [*a]", "aliases are not allowed"),
         (HEAD + "  - !!python/object/apply:os.system [echo]", "not valid YAML"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,9 +10,11 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import refold
-from refold import plugins
+from refold import executors, plugins
 
 PLUGIN = '''
 import torch
@@ -43,6 +46,17 @@ class DropIdentity(ReversibleRewrite):
 not_a_class = DropIdentity()
 
 
+class Good(refold.executors.Plain):
+    name = "good"
+
+
+class Unsure(Good):
+    name = "unsure"
+
+    def available(self, device):
+        raise OSError("no driver")
+
+
 class NeedsAnArgument(DropIdentity):
     def __init__(self, what):
         self.what = what
@@ -66,6 +80,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Abstract = refold.transformation:Transformation
         MergeLinears = their_package:DropIdentity
         NeedsAnArgument = their_package:NeedsAnArgument
+
+        [refold.executors]
+        good = their_package:Good
+        gone = no_such_module:Nope
+        leaving = leaves:Thing
+        odd = their_package:DropIdentity
+        plain = refold.executors.plain:Plain
+        unsure = their_package:Unsure
     """
     (info / "entry_points.txt").write_text(textwrap.dedent(entries))
     monkeypatch.syspath_prepend(tmp_path)
@@ -85,13 +107,29 @@ def test_a_plugin_is_found_and_broken_ones_are_reported(package: Path) -> None:
     assert found.origins["DropIdentity"] == "their-package"
     assert found.classes["MergeLinears"] is refold.MergeLinears
     reasons = {problem.name: str(problem) for problem in found.problems}
-    assert set(reasons) == {"Missing", "Leaves", "Instance", "Abstract", "MergeLinears", "NeedsAnArgument"}
+    broken = {"Missing", "Leaves", "Instance", "Abstract", "MergeLinears", "NeedsAnArgument"}
+    assert set(reasons) == broken | {"gone", "leaving", "odd", "plain"}
     assert "No module named 'no_such_module'" in reasons["Missing"]
     assert "no such luck" in reasons["Leaves"]
     assert "no class derived from refold.Transformation" in reasons["Instance"]
     assert "abstract: it lacks transform" in reasons["Abstract"]
     assert "taken already, by refold.transformations.merge_linears.MergeLinears" in reasons["MergeLinears"]
     assert "their-package" in reasons["NeedsAnArgument"] and "what" in reasons["NeedsAnArgument"]
+
+
+def test_a_broken_executor_stops_nobody(package: Path) -> None:
+    found = executors.executors()
+    assert type(found["good"]).__module__ == "their_package" and type(found["plain"]) is executors.Plain
+    assert {"gone", "leaving", "odd"}.isdisjoint(found)
+    reasons = {problem.name: str(problem) for problem in plugins.problems()}
+    assert "No module named 'no_such_module'" in reasons["gone"] and "their-package" in reasons["gone"]
+    assert "no such luck" in reasons["leaving"] and "is no refold.executors.Executor" in reasons["odd"]
+    assert "'plain' is taken already, by Plain" in reasons["plain"]
+    assert "unsure" not in executors.executors("cpu") and "no driver" in executors.unavailable("cpu")["unsure"]
+    with pytest.raises(executors.UnknownExecutor, match=r"The plugin gone .* was left out: ModuleNotFoundError"):
+        executors.executor_named("gone")
+    model = nn.Sequential(nn.Linear(2, 2)).eval()
+    assert refold.optimize(model, (torch.ones(1, 2),), backend="plain", progress=False) is not None
 
 
 def test_an_unknown_name_is_refused_with_the_names_that_exist(package: Path) -> None:
@@ -118,10 +156,12 @@ def test_a_plugin_passes_the_laws(package: Path) -> None:
 
 def test_the_command_line_lists_it(package: Path) -> None:
     command = [sys.executable, "-c", "import sys; from refold.cli import main; sys.exit(main())", "list"]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(package)}, timeout=120)
+    paths = {"PYTHONPATH": os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    done = subprocess.run(command, capture_output=True, text=True, env=paths, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "DropIdentity" in done.stdout and "their-package" in done.stdout
     assert "The plugin Missing (their-package) was left out" in done.stderr
+    assert "The plugin gone (their-package) was left out" in done.stderr
 
 
 def test_entry_points_can_be_given() -> None:

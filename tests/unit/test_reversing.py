@@ -82,7 +82,7 @@ class Rescale(refold.ReversibleTransformation):
         return self._swap(graph_module, 0.5)
 
     def _swap(self, gm: GraphModule, factor: float) -> GraphModule:
-        layer = nn.Linear(6, 6)
+        layer = nn.Linear(6, 12)
         layer.bias = gm.value.bias
         layer.weight = nn.Parameter(gm.value.weight.detach() * factor + (self.adds if factor < 1 else 0))
         gm.value = layer
@@ -153,6 +153,84 @@ def test_untouched_weights_come_back_exactly_and_a_wrong_value_is_refused(monkey
             Rescale()(gm, reverse=True)
     Rescale()(gm, reverse=True)
     assert gm.value.weight is weight
+
+
+class Thresholds(refold.ReversibleTransformation):
+    """A ReLU becomes a threshold, and a weight without a map is doubled; `back` makes the ReLU again."""
+
+    def __init__(self, back: str) -> None:
+        self.back = back
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        graph_module.act, graph_module.scale = nn.Threshold(0, 0), nn.Parameter(graph_module.scale.detach() * 2)
+        return graph_module
+
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        made = {"gelu": nn.GELU(), "in place": nn.ReLU(inplace=True), "relu": nn.ReLU(), "nothing": graph_module.act}
+        graph_module.act, graph_module.scale = made[self.back], nn.Parameter(graph_module.scale.detach() / 2)
+        return graph_module
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.scale = nn.ReLU(), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x) * self.scale
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    ("back", "sentence"),
+    [
+        ("gelu", "the record has ReLU at act where GELU was found"),
+        ("nothing", "the record has ReLU at act where Threshold was found"),
+        ("in place", "act comes back with another inplace"),
+    ],
+)
+def test_a_wrong_module_without_tensors_is_refused(back: str, sentence: str, trained: bool) -> None:
+    gm, t = symbolic_trace(Scaled().eval()), Thresholds(back)
+    t(gm)
+    if trained:
+        gm.scale = nn.Parameter(gm.scale.detach() + 1)
+    before = Portrait.of(gm)
+    with pytest.raises(ReverseMismatch, match=sentence):
+        t(gm, reverse=True)
+    assert before.differences(Portrait.of(gm)) == [] and len(refold.history(gm)) == 1
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_right_module_in_another_mode_is_taken(trained: bool) -> None:
+    gm, t = symbolic_trace(Scaled().eval()), Thresholds("relu")
+    t(gm)
+    if trained:
+        gm.scale = nn.Parameter(gm.scale.detach() + 1)
+    t(gm, reverse=True)
+    assert type(gm.act) is nn.ReLU and not gm.act.training and not refold.history(gm)
+    assert torch.equal(gm.scale, torch.full((3,), 1.5 if trained else 1.0))
+
+
+class HalvesInPlace(Thresholds):
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        graph_module.act = nn.ReLU()
+        with torch.no_grad():
+            graph_module.scale.div_(2)
+        if self.back == "raises":
+            raise MemoryError
+        return graph_module
+
+
+def test_one_that_writes_in_place_is_refused_and_told() -> None:
+    gm = symbolic_trace(Scaled().eval())
+    HalvesInPlace("relu")(gm)
+    with pytest.raises(BrokenTransformation, match=r"the reverse of .* wrote into scale in place"):
+        HalvesInPlace("relu")(gm, reverse=True)
+    gm = symbolic_trace(Scaled().eval())
+    HalvesInPlace("raises")(gm)
+    with pytest.raises(MemoryError) as error:
+        HalvesInPlace("raises")(gm, reverse=True)
+    assert "had written into scale in place" in "".join(error.value.__notes__)
 
 
 def test_outlines() -> None:

@@ -118,6 +118,25 @@ def test_weights_trained_while_folded_are_right_up_to_the_rounding_of_carrying_t
         assert verify(gm, x).right
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=_names)
+def test_a_map_that_reads_what_another_one_of_the_same_change_made(dtype: torch.dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)).eval()
+    for norm in model[1:]:
+        norm.running_var.uniform_(0.5, 2)
+        norm.running_mean.normal_()
+    gm, x = symbolic_trace(model.to(dtype)), torch.randn(1, 3, 5, 5).to(dtype)
+    refold.FoldBatchNorm()(gm)
+    assert len(history(gm)[0].maps) == 2 and verify(gm, x).right
+    with torch.no_grad():
+        getattr(gm, "0").weight.add_(0.1)
+    assert verify(gm, x).right, "trained since, so carried back and rounded"
+    broken = copy.deepcopy(gm)
+    record = history(broken)[0].maps[0]
+    record.kept["gamma"] = record.kept["gamma"] * 1.5
+    assert not verify(broken, x, original=refold.undo(gm)).right
+
+
 def test_a_fold_that_overflows_is_wrong():
     gm, x = build("conv", torch.float16, 0)
     gm.norm.running_var = torch.full((6,), 1e-7).half()

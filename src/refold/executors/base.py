@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import RefoldError
+from ..offered import Problem, Unusable, load_offered
 from .signature import PreparationFailed, Signature, UnsupportedInput, refuse_gradients
 from .strides import Strides, writes_into_inputs
 from .tree import Layout
@@ -118,35 +119,65 @@ def run_checked(
 
 def executors(device: torch.device | str | None = None) -> dict[str, Executor]:
     """All executors by name, built-in ones first; with a device, only those that are available on it."""
-    found = {executor.name: executor for executor in _all()}
+    found, _ = _all()
     if device is None:
         return found
     place = torch.device(device)
-    return {name: executor for name, executor in found.items() if executor.available(place) is None}
+    return {name: executor for name, executor in found.items() if _why_not(executor, place) is None}
 
 
 def executor_named(name: str) -> Executor:
     """The executor of that name; a name that does not exist is refused with the names that do."""
-    found = executors()
+    found, left_out = _all()
     if name not in found:
-        raise UnknownExecutor(f"There is no executor called {name!r}. There are: {', '.join(found)}.")
+        broken = [str(problem) for problem in left_out if problem.name == name]
+        known = f"There are: {', '.join(found)}."
+        raise UnknownExecutor(" ".join([f"There is no executor called {name!r}.", known, *broken]))
     return found[name]
+
+
+def problems() -> tuple[Problem, ...]:
+    """The executors of other packages that could not be used, each with the reason."""
+    return _all()[1]
 
 
 def unavailable(device: torch.device | str) -> dict[str, str]:
     """The executors that cannot be used on this device, each with the reason."""
     place = torch.device(device)
-    reasons = {name: executor.available(place) for name, executor in executors().items()}
+    reasons = {name: _why_not(executor, place) for name, executor in executors().items()}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _all() -> Iterator[Executor]:
+def _why_not(executor: Executor, place: torch.device) -> str | None:
+    try:
+        return executor.available(place)
+    except Exception as error:  # another package's code may raise anything
+        return f"it fails to say whether it is available: {first_line(error)}"
+
+
+def _all() -> tuple[dict[str, Executor], tuple[Problem, ...]]:
+    """Every executor by name, built-in ones first, and what had to be left out."""
     from .builtin import BUILT_IN
 
-    yield from BUILT_IN
+    found = {executor.name: executor for executor in BUILT_IN}
+    left_out = []
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        made = entry.load()
-        yield made() if isinstance(made, type) else made
+        made = load_offered(entry, lambda entry: _load(entry, found))
+        if isinstance(made, Problem):
+            left_out.append(made)
+        else:
+            found[made.name] = made
+    return found, tuple(left_out)
+
+
+def _load(entry: EntryPoint, taken: dict[str, Executor]) -> Executor:
+    made = entry.load()
+    executor = made() if isinstance(made, type) else made
+    if not isinstance(executor, Executor):
+        raise Unusable(f"{entry.value} is no refold.executors.Executor")
+    if executor.name in taken:
+        raise Unusable(f"its name {executor.name!r} is taken already, by {type(taken[executor.name]).__name__}")
+    return executor
 
 
 def refuse_training(module: nn.Module) -> None:
@@ -189,6 +220,7 @@ __all__ = [
     "executor_named",
     "executors",
     "first_line",
+    "problems",
     "refuse_training",
     "run_checked",
     "run_example",

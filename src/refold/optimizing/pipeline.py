@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from refold.errors import RefoldError
-from refold.transformation import Transformation, check_transformation
+from refold.transformation import Transformation, check_transformation, flat
 from refold.transformations.channels_last import ChannelsLast
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from refold.transformations.fold_batch_norm import FoldBatchNorm
@@ -45,9 +45,13 @@ def default_pipeline(level: str = "default") -> tuple[Transformation, ...]:
     )
 
 
-def chosen_pipeline(level: str, pipeline: Sequence[Transformation] | None) -> tuple[Transformation, ...]:
-    """The user's own pipeline, or the level's."""
+def chosen_pipeline(
+    level: str, pipeline: Iterable[Transformation] | Transformation | None
+) -> tuple[Transformation, ...]:
+    """The user's own pipeline, or the level's. A single transformation is one, too, and a composition is its parts."""
     if pipeline is None:
         return default_pipeline(level)
     default_pipeline(level)  # an unknown level is a mistake even where it names no pipeline
+    if not isinstance(pipeline, Iterable):
+        return tuple(flat([check_transformation(pipeline)]))
     return tuple(check_transformation(t) for t in pipeline)

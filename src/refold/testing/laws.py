@@ -27,7 +27,13 @@ from refold.testing.equivalence import as_copies, as_dtype, as_float64, deviatio
 from refold.testing.exactness import Portrait
 from refold.testing.faults import check_faults
 from refold.testing.processes import Parcel, undo_in_new_process
-from refold.transformation import LintAndRecompile, ReversibleTransformation, Transformation, compose
+from refold.transformation import (
+    LintAndRecompile,
+    ReversibleTransformation,
+    Transformation,
+    check_transformation,
+    compose,
+)
 
 Law = Callable[[Transformation, nn.Module, tuple[Any, ...]], None]
 
@@ -41,6 +47,7 @@ def check_laws(
 ) -> None:
     """Raise `LawBroken` if a transformation breaks a law on one of the examples: (model, inputs) pairs that it fires
     on. A `Rewrite` brings its own."""
+    check_transformation(transformation)
     if examples is None and isinstance(transformation, Rewrite):
         examples = transformation.examples()
     given = list(examples or ())
@@ -59,6 +66,9 @@ def check_law(law: Law, t: Transformation, model: nn.Module, inputs: tuple[Any, 
         law(t, copy.deepcopy(model), as_copies(inputs))
     except LawBroken as broken:
         raise LawBroken(f"{t!r} breaks {law.__name__} on {where or type(model).__name__}: {broken}") from None
+    except Exception as error:
+        raised = f"it raised {type(error).__name__}: {error}"
+        raise LawBroken(f"{t!r} breaks {law.__name__} on {where or type(model).__name__}: {raised}") from error
 
 
 def graph_of(model: nn.Module) -> GraphModule:

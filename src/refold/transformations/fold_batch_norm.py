@@ -25,6 +25,7 @@ from refold.match import (
 from refold.operations.batch_norm import FoldBatchNorm as FoldMap
 from refold.purity import name_of
 from refold.rewrite import Example, Rewrite, Site, Skip
+from refold.settings import Keep
 from refold.weight_operations import FoldBatchNormBeforeConvolution, FoldBatchNormInTransposed
 
 
@@ -66,7 +67,7 @@ class FoldBatchNorm(Rewrite):
     """
 
     kind: ClassVar[str] = "parametric"
-    keep: str = "correction"
+    keep: Keep = "correction"
 
     @classmethod
     def examples(cls) -> Iterable[Example]:

@@ -13,6 +13,7 @@ from refold.folding import fold, largest_first, must_wait, why_not_foldable, why
 from refold.match import Call, GraphView, match_batch_norm, match_linear, rank_of
 from refold.operations.batch_norm import FoldBatchNorm
 from refold.rewrite import Example, Rewrite, Site, Skip
+from refold.settings import Keep
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -29,7 +30,7 @@ class FuseBatchNorm1dInLinear(Rewrite):
     """
 
     kind: ClassVar[str] = "parametric"
-    keep: str = "correction"
+    keep: Keep = "correction"
 
     @classmethod
     def examples(cls) -> Iterable[Example]:

@@ -16,6 +16,7 @@ from refold.aliasing import memory_roots, switches_mode, writes_to, written_by
 from refold.edit import Editor, twin_of
 from refold.match import Call, GraphView, match_linear, why_not_plain
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
+from refold.settings import Keep
 from refold.weights import AddLowRank
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ class MergeLora(ReversibleRewrite):
     """
 
     kind: ClassVar[str] = "parametric"
-    keep: str = "correction"
+    keep: Keep = "correction"
 
     @classmethod
     def examples(cls) -> Iterable[Example]:

@@ -6,6 +6,7 @@ made by a transformation that can be applied again, to a float64 copy; or of unk
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -68,7 +69,7 @@ class Origins:
         """The tensors that maps made, computed in float64 and not rounded."""
         found: dict[str, torch.Tensor] = {}
         for record in {id(self.makers[name]): self.makers[name] for name in mapped}.values():
-            new = record.map.operation.forward({role: widen(t) for role, t in self._sources(record).items()})
+            new = record.map.operation.forward(self._sources(record, wide=True))
             found |= {record.map.targets[role]: widen(t) for role, t in new.items()}
         return {name: found[name] for name in mapped if name in found}
 
@@ -93,9 +94,24 @@ class Origins:
 
     # --- checking stored tensors -------------------------------------------------------------------------------------
 
-    def _sources(self, record: MapRecord) -> Tensors:
-        found = {role: find_tensor(self.stage.before, name) for role, name in record.map.sources.items()}
-        return {role: tensor.detach() for role, tensor in found.items() if tensor is not None}
+    def _sources(self, record: MapRecord, *, wide: bool = False) -> Tensors:
+        """What a map reads: tensors of the before side, or what an earlier map of the same change made of them."""
+        found = {role: self._before(name, record, wide) for role, name in record.map.sources.items()}
+        return {role: tensor for role, tensor in found.items() if tensor is not None}
+
+    def _before(self, name: str, reader: MapRecord, wide: bool) -> torch.Tensor | None:
+        maker = self._earlier(name, reader)
+        if maker is None:
+            tensor = find_tensor(self.stage.before, name)
+            return tensor if tensor is None else widen(tensor.detach()) if wide else tensor.detach()
+        role = next(role for role, target in maker.map.targets.items() if target == name)
+        made = maker.map.operation.forward(self._sources(maker, wide=wide))[role]
+        return widen(made) if wide else made.to(maker.target_dtypes[role])
+
+    def _earlier(self, name: str, reader: MapRecord) -> MapRecord | None:
+        """The map of the same change that made what another one read."""
+        earlier = itertools.takewhile(lambda record: record is not reader, self.stage.change.maps)
+        return next((record for record in [*earlier][::-1] if name in record.map.targets.values()), None)
 
     def _check(self, record: MapRecord) -> str:
         sources = self._sources(record)
@@ -120,7 +136,7 @@ class Origins:
             return self._overflow(stored, sources)
         if not bool((stored.isfinite() | ~expected.isfinite()).all()):
             return "is not finite where its weight map gives finite values"
-        if record.map.operation.structural:
+        if record.map.operation.structural and not any(self._earlier(n, record) for n in record.map.sources.values()):
             return f"is not what its weight map {record.map} gives"
         return self._beyond_rounding(record, role, stored, sources)
 
@@ -131,11 +147,10 @@ class Origins:
 
     def _beyond_rounding(self, record: MapRecord, role: str, stored: torch.Tensor, sources: Tensors) -> str:
         """Weights that were trained since are carried back and rounded: they agree to one rounding of the sources."""
-        wide = {r: widen(t) for r, t in sources.items()}
         units = [torch.finfo(t.dtype).eps / 2 for t in (*sources.values(), stored) if t.is_floating_point()]
 
         def run() -> list[torch.Tensor]:
-            return [record.map.operation.forward(wide)[role]]
+            return [record.map.operation.forward(self._sources(record, wide=True))[role]]
 
         with Arithmetic():
             exact = run()
