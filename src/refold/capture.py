@@ -62,6 +62,11 @@ def trace(
         raise CaptureError(f"on_failure={on_failure!r} is not known: use 'raise' or 'partial'.")
     if whole_result and submodule is not None:
         raise CaptureError("whole_result is about the result of the whole model: it cannot be given with submodule.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{type(model).__name__} is a TorchScript module, which holds its own graph and no Python to follow: give "
+            "refold.trace the model it was made from."
+        )
     with _LOCK:
         if submodule is not None:
             return capture_submodule(model, submodule, args, kwargs, partial(climb, dynamic=dynamic))

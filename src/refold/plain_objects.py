@@ -47,3 +47,8 @@ def new_object(module: str, name: str, attributes: dict[str, Any]) -> Any:
     for key, value in attributes.items():
         object.__setattr__(made, key, value)
     return made
+
+
+def return_type(name: str, values: tuple[Any, ...]) -> Any:
+    """What torch gives several values in, such as ``torch.return_types.topk``."""
+    return getattr(torch.return_types, name)(values)

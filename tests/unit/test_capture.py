@@ -25,6 +25,7 @@ from refold.capture import (
     unread_parameters,
 )
 from refold.capturing.errors import BakedIn, CaptureError, InputMismatch, NeedsInputs
+from refold.capturing.module import other_fixed_values
 from refold.errors import RefoldError
 from refold.verify import verify_last
 
@@ -567,19 +568,19 @@ def test_writes_in_place_keep_their_order() -> None:
 
 
 class Counting(nn.Module):
-    """Plants attributes, keeps a list, counts in a buffer, and draws random numbers."""
+    """Plants attributes, keeps a dict, counts in a buffer, and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("calls", torch.zeros(()))
-        self.seen: list[Any] = []
+        self.seen: dict[int, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.cached = self.linear(x)
-        self.seen.append(x.shape)
+        self.seen.setdefault(x.shape[1], torch.arange(x.shape[1]))
         self.calls.add_(1)
-        return self.cached + torch.rand_like(x)
+        return self.cached + torch.rand_like(x) + self.seen[x.shape[1]]
 
 
 def test_the_model_and_the_random_state_are_as_before() -> None:
@@ -589,7 +590,8 @@ def test_the_model_and_the_random_state_are_as_before() -> None:
     torch.manual_seed(5)
     captured = trace(model, seeded(2, 4))
     assert torch.equal(torch.rand(3), expected)
-    assert not hasattr(model, "cached") and model.seen == [] and model.calls == 0
+    assert not hasattr(model, "cached") and model.seen == {} and model.calls == 0
+    assert capture_report(captured).notes == ("calls of the model set cached, those of the graph do not",)
     captured(seeded(2, 4))
     assert model.calls == 1, "what the graph writes, it writes into the model's own buffer"
 
@@ -703,6 +705,68 @@ def test_a_traced_module_of_the_users_own_can_be_captured_again() -> None:
     model = Block().eval()
     captured = trace(fx.symbolic_trace(model), seeded(2, 4))
     assert capture_report(captured).raised == ("linear", "norm")
+
+
+class Several(nn.Module):
+    """Gives what torch's own functions give several values in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"top": y.topk(2), "all": [y.max(1), y.sort()]}
+
+
+def test_torchs_own_tuples_come_back_as_they_are() -> None:
+    model, x = Several().eval(), seeded(3, 4)
+    captured = trace(model, x)
+    for again in (captured, copy.deepcopy(captured), pickle.loads(pickle.dumps(captured)), fx.symbolic_trace(captured)):
+        with torch.no_grad():
+            got, expected = again(x), model(x)
+        assert type(got["top"]) is torch.return_types.topk and torch.equal(got["top"].indices, expected["top"].indices)
+        assert [type(t) for t in got["all"]] == [torch.return_types.max, torch.return_types.sort]
+        assert torch.equal(got["all"][1].values, expected["all"][1].values)
+
+
+def test_what_has_no_python_to_follow_is_a_sentence() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), seeded(2, 4)
+    for scripted in (torch.jit.trace(model, x), torch.jit.freeze(torch.jit.script(model))):
+        with pytest.raises(CaptureError, match="TorchScript module"):
+            trace(scripted, x)
+    holder = nn.Sequential(torch.jit.script(Block()), Block()).eval()
+    assert list(captured_parts(trace(holder, x, on_failure="partial"))) == ["1"]
+    nested = torch.nested.nested_tensor([seeded(2, 4), seeded(3, 4)])
+    with pytest.raises(CaptureError, match="'input' is a nested tensor"):
+        trace(model[0], nested)
+
+
+class Cropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[: int(length)].mean(0)
+
+
+def test_values_that_steer_are_told_apart_without_a_call() -> None:
+    model, x = Cropped().eval(), seeded(8, 4)
+    captured = trace(model, x, torch.tensor(5))
+    assert other_fixed_values(captured, (x, torch.tensor(5)), {}) is None
+    assert other_fixed_values(captured, (x,), {"length": torch.tensor(5)}) is None
+    assert "length steers the model's code and was 5" in str(other_fixed_values(captured, (x, torch.tensor(2)), {}))
+    assert "length" in str(other_fixed_values(captured, (x, 5), {}))
+    assert other_fixed_values(copy.deepcopy(captured), (x, torch.tensor(2)), {}) is not None
+    assert other_fixed_values(model, (x, torch.tensor(2)), {}) is None
+    memory = torch.tensor(5).numpy()
+    length = torch.from_numpy(memory)
+    captured(x, length)
+    memory[...] = 2
+    assert other_fixed_values(captured, (x, length), {}) is not None, "the same tensor with other values"
+    with torch.inference_mode():
+        assert other_fixed_values(captured, (x, torch.tensor(5)), {}) is None
 
 
 def test_symbolic_trace_by_names() -> None:

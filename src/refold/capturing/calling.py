@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from refold.capturing.errors import CaptureError
@@ -124,6 +125,9 @@ def _arguments_of(parameter: inspect.Parameter, given: Mapping[str, Any], leaves
 
 
 def _argument(name: str, value: Any, default: Any, leaves: list[Any]) -> Argument:
+    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise CaptureError(f"The argument {name!r} is a {kind} tensor, which cannot go into a graph: give a dense one.")
     try:
         return Argument(name, flatten(value, leaves, name), default, given=True)
     except Opaque as opaque:

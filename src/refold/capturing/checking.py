@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,35 +12,82 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from refold.capturing.calling import Calling
-from refold.capturing.restoring import same_bits, untouched
+from refold.capturing.errors import NeverCapturable
+from refold.capturing.fast_path import without_fast_path
+from refold.capturing.restoring import untouched, untouched_random_state
 from refold.capturing.sizes import SizeRules
+from refold.capturing.state import State
 from refold.capturing.trees import flatten, same_shape
+
+_INPUT = "input "  # before the place of an input among the names of what a call changed
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What one comparison found: empty ``why`` means equal; ``eager_failed`` that the model itself cannot do it."""
+    """What one comparison found: empty ``why`` means equal; ``eager_failed`` that the model itself cannot do it.
+
+    ``left``: what the model's call left behind in the model, by name, as it was afterwards.
+    """
 
     why: str
     eager_failed: bool = False
+    left: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Ran:
+    """What one call gave, and what it left behind: in the model, and in the tensors that it was given."""
+
+    result: tuple[Any, list[Any]]
+    left: dict[str, Any]
 
 
 def compare(model: nn.Module, captured: nn.Module, calling: Calling, leaves: Sequence[torch.Tensor]) -> Outcome:
-    """Run both on the same tensors, from the same random state, and compare every tensor of the result."""
+    """Run both on the same tensors, from the same random state, and compare every tensor of the result, and of what
+    the calls left behind."""
     try:
         expected = run(model, calling, leaves)
+    except NeverCapturable:
+        raise
     except Exception as error:
         return Outcome(f"the model itself fails: {_first_line(error)}", eager_failed=True)
     try:
         got = run(captured, calling, leaves, watched=model)
     except Exception as error:
         return Outcome(f"the graph fails: {_first_line(error)}")
-    why = difference(expected, got)
+    why = unlike(model, expected, got)
     if not why or _only_kernels_differ(model, captured, calling, leaves):
-        return Outcome("")
+        return Outcome("", left=expected.left)
     again = run(model, calling, leaves)
-    unsteady = difference(expected, again)
+    unsteady = difference(expected.result, again.result)
     return Outcome(f"{why}; the model itself does not repeat its results" if unsteady else why)
+
+
+def unlike(model: nn.Module, expected: Ran, got: Ran) -> str:
+    """The first difference of two calls, as words: in the result, or in what is left behind where a graph can write."""
+    return difference(expected.result, got.result) or _left_unlike(model, expected.left, got.left)
+
+
+def _left_unlike(model: nn.Module, expected: Mapping[str, Any], got: Mapping[str, Any]) -> str:
+    attributes = attributes_left(model, expected)
+    for name in dict.fromkeys((*expected, *got)):
+        if name in attributes and name not in got:
+            continue
+        if name not in got:
+            return f"a call changes {name}, and the graph does not"
+        if name not in expected:
+            return f"the graph changes {name}, and a call does not"
+        why = value_difference(expected[name], got[name])
+        if why:
+            return f"{name}, which a call changes, {why}"
+    return ""
+
+
+def attributes_left(model: nn.Module, left: Mapping[str, Any]) -> list[str]:
+    """Those of the changed names that are neither tensors of the model nor inputs: no graph can set them."""
+    tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return [name for name in left if name not in tensors and not name.startswith(_INPUT)]
 
 
 def _only_kernels_differ(
@@ -51,16 +99,44 @@ def _only_kernels_differ(
         return False
     with sdpa_kernel(SDPBackend.MATH):
         expected = run(model, calling, leaves)
-        return not difference(expected, run(captured, calling, leaves, watched=model))
+        return not unlike(model, expected, run(captured, calling, leaves, watched=model))
 
 
-def run(module: nn.Module, calling: Calling, leaves: Sequence[torch.Tensor], watched: nn.Module | None = None) -> Any:
-    """The result of one call, without gradients and with everything it touched put back."""
-    args, kwargs = calling.rebuild([leaf.detach().clone() for leaf in leaves])
-    with untouched(watched or module), torch.no_grad():
-        result = module(*args, **kwargs)
-        # a buffer that is given back as it is would be put back under the caller's hands
-        return _owned(result)
+def run(
+    module: nn.Module,
+    calling: Calling,
+    leaves: Sequence[torch.Tensor],
+    watched: nn.Module | None = None,
+    fast_path: bool = False,
+) -> Ran:
+    """One call, without gradients and with everything it touched put back."""
+    return run_in_a_row(module, calling, [leaves], watched, fast_path)[0]
+
+
+def run_in_a_row(
+    module: nn.Module,
+    calling: Calling,
+    examples: Sequence[Sequence[torch.Tensor]],
+    watched: nn.Module | None = None,
+    fast_path: bool = False,
+) -> list[Ran]:
+    """Calls one after the other, each from the same random state: later ones find what earlier ones left behind."""
+    model = watched or module
+    ran = []
+    with untouched(model), torch.no_grad(), nullcontext() if fast_path else without_fast_path():
+        for leaves in examples:
+            given = [leaf.detach().clone() for leaf in leaves]
+            args, kwargs = calling.rebuild(given)
+            with untouched_random_state(model):
+                state = State(model)
+                # a buffer that is given back as it is would be put back under the caller's hands
+                result = _owned(module(*args, **kwargs))
+            overwritten = state.overwritten(model)
+            if overwritten:
+                raise NeverCapturable(f"its forward writes into the parameter {overwritten[0]}")
+            written = {i: new for i, new in enumerate(given) if not same_values(new, leaves[i])}
+            ran.append(Ran(result, state.changes() | {f"{_INPUT}{i}": new for i, new in written.items()}))
+    return ran
 
 
 def _owned(result: Any) -> tuple[Any, list[Any]]:
@@ -75,21 +151,27 @@ def difference(expected: Any, got: Any) -> str:
     if len(one) != len(other) or not same_shape(tree, other_tree, same_classes=True):
         return f"the result has another structure ({len(other)} tensors instead of {len(one)})"
     for place, (a, b) in enumerate(zip(one, other, strict=True)):
-        why = _tensor_difference(a, b)
+        why = value_difference(a, b)
         if why:
             return f"result {place} {why}"
     return ""
 
 
-def _tensor_difference(a: Any, b: Any) -> str:
+def value_difference(a: Any, b: Any) -> str:
+    """How the second value differs from the first, as words; empty where it does not."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return "" if int(a) == int(b) else f"is {b} instead of {a}"
+        return "" if a is b or a == b else f"is {b} instead of {a}"
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"is {b.dtype} {tuple(b.shape)} instead of {a.dtype} {tuple(a.shape)}"
-    if same_bits(a, b):
+    if same_values(a, b):
         return ""
     gap = (a.double() - b.double()).abs() if not a.is_complex() else (a - b).abs()
     return f"differs by {gap.nan_to_num().max().item():.3g}"
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal in every element; NaN equals NaN."""
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,8 +12,10 @@ from torch import fx, nn
 from refold.capturing.assembling import assemble
 from refold.capturing.calling import Calling, add_output, bind
 from refold.capturing.devices import unpin
+from refold.capturing.errors import NeverCapturable
 from refold.capturing.explaining import Failure, explain
 from refold.capturing.export import Adapter, Result
+from refold.capturing.fast_path import without_fast_path
 from refold.capturing.module import Captured
 from refold.capturing.report import CaptureReport
 from refold.capturing.restoring import switched, untouched
@@ -46,6 +48,8 @@ def capture_classic(
         calling, leaves = bind(model, args, kwargs, switches)
         try:
             return _capture(model, calling, leaves, dynamic, failures)
+        except NeverCapturable:
+            raise
         except Exception as error:  # whatever the model's code does to a proxy
             failures.append(explain(NAME, error))
             raise NotCaptured(failures, error) from error
@@ -56,7 +60,7 @@ def _capture(
 ) -> Captured:
     started = time.perf_counter()
     result = Result()
-    with untouched(model):
+    with untouched(model), without_fast_path():
         adapter = Adapter(model, calling, result)
         graph, constants = _own_arguments(_Tracer().trace(adapter), adapter, calling)
     unpinned = unpin(graph)

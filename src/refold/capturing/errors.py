@@ -11,6 +11,10 @@ class CaptureMismatch(CaptureError):
     """The captured graph ran but gave other results than the model, so it was thrown away."""
 
 
+class NeverCapturable(CaptureError):
+    """No graph can do what the model does, in whatever way it is made."""
+
+
 class InputMismatch(CaptureError, ValueError):
     """A captured model was called with something else than what it was captured for."""
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from refold.capturing.calling import Calling
 from refold.capturing.known_values import KnownValues
+from refold.capturing.rebinding import Buffers
 from refold.capturing.trees import Branch, Constant, Leaf, Tree, flatten
 
 Openness = Literal["all", "batch", "none"]
@@ -57,7 +58,8 @@ class Adapter(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         with self.values.watching(leaves) if self.values is not None else nullcontext(leaves) as inputs:
             args, kwargs = self.calling.rebuild(inputs)
-            return self.result.take(self.model(*args, **kwargs))
+            buffers = Buffers(self.model)
+            return buffers.write_rebound(self.result.take(self.model(*args, **kwargs)))
 
 
 def export(

@@ -10,7 +10,7 @@ import torch
 
 
 class FixedValues:
-    """The values at capture, by the place of the input. A tensor that was compared once is known again by itself."""
+    """The values at capture, by the place of the input. A tensor on a GPU that was compared is known again."""
 
     def __init__(self, values: Mapping[int, torch.Tensor] | None = None) -> None:
         self.values = dict(values or {})
@@ -24,9 +24,13 @@ class FixedValues:
                 return f"{names[place]} steers the model's code and was {was} at capture"
         return ""
 
-    def _is(self, tensor: torch.Tensor, place: int, value: torch.Tensor) -> bool:
-        seen, version = self._seen.get(place, (None, -1))
+    def _is(self, tensor: Any, place: int, value: torch.Tensor) -> bool:
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        if tensor.device.type == "cpu" or tensor.is_inference():
+            return torch.equal(tensor.to(value.device), value)
         # comparing waits for a GPU and cannot be done inside a CUDA graph, so the same tensor is not compared again
+        seen, version = self._seen.get(place, (None, -1))
         if seen is not None and seen() is tensor and version == tensor._version:
             return True
         if not torch.equal(tensor.to(value.device), value):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from refold.capturing.classic import capture_classic
-from refold.capturing.errors import CaptureError
+from refold.capturing.errors import CaptureError, NeverCapturable
 from refold.capturing.explaining import Failure, steered_by_values
 from refold.capturing.hidden_export import hidden_export
 from refold.capturing.module import Captured
@@ -27,6 +27,18 @@ def climb(
     """torch.export; the same of what calls run, where export runs other code; under the patches of transformers'
     exporter; classic fx. Raises with all reasons."""
     switches: Mapping[str, Any] = {} if whole_result else SWITCHES
+    try:
+        return _climb(model, args, kwargs, dynamic, switches)
+    except NeverCapturable as error:
+        raise NeverCapturable(
+            f"{type(model).__name__} cannot be captured: {error}. What to try: on_failure='partial' captures the "
+            "largest parts that can be and leaves the rest eager; submodule='...' captures one part."
+        ) from error
+
+
+def _climb(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: Any, switches: Mapping[str, Any]
+) -> Captured:
     failures: list[Failure] = []
     cause: BaseException | None = None
     steered = mismatched = False

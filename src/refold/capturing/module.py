@@ -49,24 +49,44 @@ class Record:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse inputs the graph was not captured for; sizes that were seen before cost one lookup."""
-        arguments = self.calling.arguments
-        if len(args) > len(arguments) or not kwargs.keys() <= {a.name for a in arguments}:
-            return  # Python's own TypeError says it best
-        tensors: list[Any] = []
-        for place, argument in enumerate(arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default)
-            if value is REQUIRED:
-                return
-            _collect(argument, value, tensors)
+        tensors = self._tensors(args, kwargs)
+        if tensors is None:
+            return
         key = tuple((t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in tensors)
         complaint = "" if key in self.accepted else self.sizes.complaint(tensors, any_float=not self.dtype_reason)
-        complaint = complaint or self.fixed.complaint(tensors, [rule.name for rule in self.sizes.inputs])
+        complaint = complaint or self._other_values(tensors)
         if complaint:
             raise InputMismatch(
                 f"{self.report.model} was called with inputs its captured graph cannot take: {complaint}. Capture it "
                 "again with such an example (refold.trace), or use the original model."
             )
         self.accepted.add(key)
+
+    def other_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Which input that steers the model's code has other values than at capture, as words; None where none has."""
+        if not self.fixed.values:
+            return None
+        try:
+            tensors = self._tensors(args, kwargs)
+        except InputMismatch as mismatch:
+            return str(mismatch)
+        return None if tensors is None else self._other_values(tensors) or None
+
+    def _other_values(self, tensors: list[Any]) -> str:
+        return self.fixed.complaint(tensors, [rule.name for rule in self.sizes.inputs]) if self.fixed.values else ""
+
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The tensors of a call in their order; None for a call that Python's own TypeError says best what is wrong."""
+        arguments = self.calling.arguments
+        if len(args) > len(arguments) or not kwargs.keys() <= {a.name for a in arguments}:
+            return None
+        tensors: list[Any] = []
+        for place, argument in enumerate(arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default)
+            if value is REQUIRED:
+                return None
+            _collect(argument, value, tensors)
+        return tensors
 
 
 def _collect(argument: Argument, value: Any, tensors: list[Any]) -> None:
@@ -136,6 +156,13 @@ def _check_call(module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str,
     record = module.meta.get(RECORD)
     if record is not None and not any(isinstance(a, fx.Proxy) for a in (*args, *kwargs.values())):
         record.check(args, kwargs)
+
+
+def other_fixed_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a captured graph does not stand for the model in this call: an input that steers the model's code has other
+    values than at capture. None where it does, and for modules that were not captured. Quick; it raises nothing."""
+    record = module.meta.get(RECORD) if isinstance(module, fx.GraphModule) else None
+    return None if record is None else record.other_values(args, kwargs)
 
 
 def _refuse_cast(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], reason: str) -> None:

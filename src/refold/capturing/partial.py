@@ -18,6 +18,7 @@ from refold.capturing.calling import bind
 from refold.capturing.checking import difference, run
 from refold.capturing.errors import CaptureError
 from refold.capturing.module import Captured, record_of
+from refold.capturing.packing import agree, has_fast_path, watching_masks
 from refold.capturing.raising import is_leaf
 from refold.capturing.report import CaptureReport
 from refold.capturing.restoring import SWITCHES, switched
@@ -104,7 +105,7 @@ def _listening(model: nn.Module, calls: dict[str, Call]) -> Iterator[None]:
     handles = [
         module.register_forward_pre_hook(note(path), with_kwargs=True)
         for path, module in model.named_modules()
-        if path and not is_leaf(module)
+        if path and not is_leaf(module) and not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
     ]
     try:
         yield
@@ -149,9 +150,15 @@ def _that_fit(
 
     def fits(some: Mapping[str, Captured]) -> bool:
         try:
-            return not difference(expected, run(stitch(model, some), calling, leaves, watched=model))
+            same = not difference(expected.result, run(stitch(model, some), calling, leaves, watched=model).result)
+            return same and (not has_fast_path(model) or fits_fast_path(some))
         except Exception:  # a part that is called in a way it was not captured for
             return False
+
+    def fits_fast_path(some: Mapping[str, Captured]) -> bool:
+        with watching_masks(model, hide=True):
+            fused = run(model, calling, leaves, fast_path=True)
+            return agree(fused, run(stitch(model, some), calling, leaves, watched=model, fast_path=True))
 
     if fits(parts):
         return parts

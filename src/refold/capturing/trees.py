@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from refold.plain_objects import attributes_of, class_named, is_named, new_object
+from refold.plain_objects import attributes_of, class_named, is_named, new_object, return_type
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -112,9 +112,15 @@ def _open(value: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(f.name for f in dataclasses.fields(value) if f.init)
         return names, tuple(getattr(value, name) for name in names)
-    if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+    is_sequence = type(value) in (tuple, list) or _is_struct(type(value))
+    if is_sequence or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return None, tuple(value)
     return None
+
+
+def _is_struct(cls: type) -> bool:
+    """What torch gives several values in, such as ``torch.return_types.topk``: it is made of one sequence."""
+    return cls.__module__ == "torch.return_types"
 
 
 def rebuild(tree: Tree, leaves: Sequence[Any]) -> Any:
@@ -150,6 +156,8 @@ def _construct(tree: Branch, children: list[Any], call: Callable[[Callable[..., 
         return tuple(children)
     if tree.cls is list:
         return children
+    if _is_struct(tree.cls):
+        return call(return_type, (tree.cls.__name__, tuple(children)), {})
     if tree.keys is None:
         return call(tree.cls, tuple(children), {})
     entries = dict(zip(tree.keys, children, strict=True))

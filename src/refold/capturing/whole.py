@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,12 +17,15 @@ from refold.capturing.calling import Calling, bind
 from refold.capturing.casting import idle_casts
 from refold.capturing.checking import Trials, all_equal, compare, run, try_sizes
 from refold.capturing.devices import unpin
-from refold.capturing.errors import CaptureError, CaptureMismatch
+from refold.capturing.errors import CaptureError, CaptureMismatch, NeverCapturable
 from refold.capturing.explaining import Failure, explain, steered_by_values
 from refold.capturing.export import Exported, export, given_shapes, open_shapes, without_dims
+from refold.capturing.fast_path import without_fast_path
 from refold.capturing.fixed_values import FixedValues
 from refold.capturing.known_values import Known, KnownValues
+from refold.capturing.lasting import check_what_lasts
 from refold.capturing.module import RECORD, Captured, Original, Record
+from refold.capturing.packing import check_fast_path
 from refold.capturing.raising import raise_modules
 from refold.capturing.report import CaptureReport
 from refold.capturing.restoring import switched, untouched
@@ -146,6 +149,8 @@ class _Work:
     def attempt(self, plan: _Plan) -> Captured | None:
         try:
             return self._capture(plan)
+        except NeverCapturable:
+            raise
         except Exception as error:  # whatever a tracer or the model's code raises is a reason to try the next plan
             self.cause = self.cause or error
             self.mismatched |= isinstance(error, CaptureMismatch)
@@ -177,7 +182,8 @@ class _Work:
         captured = assemble(plain.graph, self.model, plain.constants, twins)
         clock.lap("raise")
         rules = rules_of(exported, self.calling.leaf_names(), self.leaves).that_allow(self.leaves)
-        trials = prove(self.model, captured, self.calling, self.leaves, rules, self._few(values))
+        known = values.known if values is not None else {}
+        trials = prove(self.model, captured, self.calling, self.leaves, rules, self._few(values), known)
         clock.lap("verify")
         rules = rules.pinned(trials.proven)
         report = CaptureReport(
@@ -200,7 +206,6 @@ class _Work:
             seconds=clock.laps,
         )
         attach_record(captured, self.model, self.calling, rules, report, plain.constants)
-        known = values.known if values is not None else {}
         captured.meta[RECORD].fixed = FixedValues({i: value for i, value in known.items() if isinstance(i, int)})
         return captured
 
@@ -212,7 +217,7 @@ class _Work:
             fixes = self.way.fixes_values
             values = KnownValues(self.model, self.leaves, known, makes_indices) if fixes else None
             try:
-                with untouched(self.model), idle_casts(self.model), self.way.around(self.model):
+                with untouched(self.model), without_fast_path(), idle_casts(self.model), self.way.around(self.model):
                     shapes = without_dims(plan.shapes, known)
                     return export(self.model, self.calling, plan.example, shapes, values), values
             except Exception as error:
@@ -256,21 +261,28 @@ def prove(
     leaves: Sequence[torch.Tensor],
     rules: SizeRules,
     few: Sequence[torch.Tensor] | None = None,
+    steering: Collection[Any] = (),
 ) -> Trials:
-    """Compare on the example (a difference throws the graph away), then on other sizes.
+    """Compare on the example (a difference throws the graph away), then calls in a row, then other sizes.
 
-    ``few``: another example to compare on, where a selection among many finds only few.
+    ``few``: another example to compare on, where a selection among many finds only few. ``steering``: the inputs whose
+    values must stay as they are.
     """
     outcome = compare(model, captured, calling, leaves)
     if outcome.eager_failed:
         raise CaptureError(f"{type(model).__name__} does not run on the example inputs: {outcome.why}")
     if outcome.why:
         raise CaptureMismatch(f"the captured graph is not the model: {outcome.why}")
+    left = outcome.left
     if few is not None:
         outcome = compare(model, captured, calling, few)
         if outcome.why and not outcome.eager_failed:
             raise CaptureMismatch(f"the captured graph is not the model where all inputs are equal: {outcome.why}")
-    return try_sizes(lambda resized: compare(model, captured, calling, resized), rules, leaves)
+    check_fast_path(model, calling, leaves)
+    notes = check_what_lasts(model, captured, calling, leaves, left, steering)
+    trials = try_sizes(lambda resized: compare(model, captured, calling, resized), rules, leaves)
+    trials.notes.extend(notes)
+    return trials
 
 
 def attach_record(
