@@ -278,7 +278,7 @@ def why_not_fusible(
     reason = reason or next((r for r in moved if r is not None), None)
     if reason is not None or not found.masks:
         return reason
-    if not noted_dtypes_hold(view):
+    if _may_be_narrower(view):
         return "the dtypes that capture noted no longer hold: the module was cast since"
     reasons = (_why_mask(mask, noted[0], steps[0]) for mask in found.masks)  # type: ignore[arg-type]
     return next((r for r in reasons if r is not None), None) or _why_may_block(found, bounds, analysis)
@@ -320,6 +320,12 @@ def _why_mask(node: Node, query: torch.Tensor, scores: torch.Tensor) -> str | No
 def _broadcasts(mask: torch.Tensor, scores: torch.Tensor) -> bool:
     sizes = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
     return all(same_size(m, s) or str(m) == "1" for m, s in sizes)
+
+
+def _may_be_narrower(view: GraphView) -> bool:
+    """Whether masks may be of a dtype with fewer numbers than capture noted."""
+    dtypes = {t.dtype for t in (*view.gm.parameters(), *view.gm.buffers()) if t.is_floating_point()}
+    return dtypes != {torch.float64} and not noted_dtypes_hold(view)
 
 
 def _why_may_block(found: Written, bounds: MaskBounds, analysis: Callable[[], Analysis]) -> str | None:
