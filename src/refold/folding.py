@@ -78,9 +78,17 @@ def _why_not_finite(linear: Call, norm: Call, operation: FoldBatchNorm) -> str |
     bound = weight * (scale + values["weight"][0].numel() * shift) + (scale + 1) * bias + scale + shift
     if bound <= torch.finfo(linear.weight.dtype).max:
         return None
-    if all(bool(torch.isfinite(tensor).all()) for tensor in operation.forward(values).values()):
+    if not _overflows(values, operation.forward(values)):
         return None
-    return f"its folded weights would not all be finite numbers of {linear.weight.dtype}"
+    return f"finite numbers of its weights would not be finite in {linear.weight.dtype} when folded"
+
+
+def _overflows(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> bool:
+    """Whether finite numbers become others; a weight that holds inf or NaN already may keep them."""
+    if bool((torch.isfinite(old["weight"]) & ~torch.isfinite(new["weight"])).any()):
+        return True
+    old_finite, new_finite = (all(bool(torch.isfinite(t).all()) for t in tensors.values()) for tensors in (old, new))
+    return old_finite and not new_finite
 
 
 def fold(edit: Editor, linear: Call, norm: Call, operation: FoldBatchNorm, keep: str) -> Node:
