@@ -13,6 +13,9 @@ from torch.fx import GraphModule
 
 from refold.capture import trace
 from refold.capturing.errors import CaptureError
+from refold.capturing.fresh import fresh_call
+from refold.capturing.module import other_fixed_values
+from refold.capturing.state import State
 from refold.change import Change
 from refold.errors import RefoldError
 from refold.executors import Signature, executor_named
@@ -21,7 +24,7 @@ from refold.history import history
 from refold.optimizing.all_ones import AllOnes, without_masks_of_ones
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, as_call, device_of_call, split
-from refold.optimizing.chance import depends_on_chance
+from refold.optimizing.chance import why_not_comparable
 from refold.optimizing.choosing import ORIGINAL, Choice, available_executor, choose
 from refold.optimizing.freshness import Freshness, read_in_eval
 from refold.optimizing.optimized import OptimizedModule, Variant
@@ -71,7 +74,14 @@ def optimize(
     steps = chosen_pipeline(level, pipeline)
 
     def build(inputs: Inputs, tell: Progress) -> Variant:
-        return _build(model, inputs, steps, level=level, backend=backend, budget=Budget(time_budget), tell=tell)
+        with torch.inference_mode(False):  # weights that are merged there could not be trained any more
+            own = fresh_call(*split(inputs))
+            state = State(model, parameters=False)  # merged ones lie elsewhere afterwards
+            try:
+                budget = Budget(time_budget)
+                return _build(model, own[1] or own[0], steps, level=level, backend=backend, budget=budget, tell=tell)
+            finally:
+                state.put_back()
 
     def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         if args and kwargs:
@@ -100,8 +110,9 @@ def _build(
     if backend != "auto":
         available_executor(backend, device)  # asked before the long work
     tell("capturing", 0.0)
-    if depends_on_chance(model, inputs):
-        return _as_it_is(model, inputs, backend, "it draws random numbers, so a rewrite cannot be told from chance")
+    reason = why_not_comparable(model, inputs)
+    if reason:
+        return _as_it_is(model, inputs, backend, reason)
     gm = _captured(model, args, kwargs, notes)
     before = GraphData() if gm is None else graph_data(gm)
     original = None if gm is None else hollow_copy(gm)
@@ -122,6 +133,7 @@ def _build(
         budget=budget,
         tell=_part(tell, 0.55, 1.0),
     )
+    notes += choice.notes
     if gm is not None and choice.rewrites_hinder:
         steps = take_back(gm, steps, f"{choice.name} runs the model as fast without the rewrites.")
         if choice.follows_weights:  # it reads them from where they lay, and merged ones have just moved
@@ -146,8 +158,11 @@ def _build(
     report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
     freshness = Freshness(weights, gm, follows=choice.follows_weights)
     twin = all_ones if isinstance(all_ones, AllOnes) else None
-    sameness = None if choice.name == ORIGINAL else Sameness(model)
-    return Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, twin, sameness)
+    variant = Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, twin)
+    if choice.name != ORIGINAL:
+        variant.sameness = Sameness(model)
+        variant.other_values = None if gm is None else functools.partial(other_fixed_values, gm)
+    return variant
 
 
 def _as_it_is(model: nn.Module, inputs: Inputs, backend: str, why: str) -> Variant:

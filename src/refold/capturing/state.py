@@ -24,9 +24,10 @@ _DEPTH = 3
 
 
 class State:
-    """A photograph of the modules of a model and of what they hold."""
+    """A photograph of the modules of a model and of what they hold; without `parameters`, those are let alone."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, parameters: bool = True) -> None:
+        self._parameters = parameters
         self._modules = dict(model.named_modules())
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._values: dict[int, _Value] = {}
@@ -50,7 +51,8 @@ class State:
             self._hold(inner, 0 if isinstance(inner, nn.Module) else depth + 1)
 
     def _hold_tensor(self, tensor: torch.Tensor) -> None:
-        if id(tensor) not in self._values and _has_values(tensor):
+        wanted = self._parameters or not isinstance(tensor, nn.Parameter)
+        if wanted and id(tensor) not in self._values and _has_values(tensor):
             self._values[id(tensor)] = _Value(tensor, copied=not isinstance(tensor, nn.Parameter))
 
     def put_back(self) -> None:

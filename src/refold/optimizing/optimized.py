@@ -42,10 +42,14 @@ class Variant:
     report: Report
     all_ones: AllOnes | None = None
     sameness: Sameness | None = None
+    other_values: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None
+    """Why the values of inputs that steer the model's code are not those that it was built for."""
 
-    def why_not_now(self) -> str | None:
-        """Why it cannot stand for the model any more; None if it can."""
+    def why_not(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why it cannot stand for the model in a call of its signature; None if it can."""
         if self.sameness is not None and (reason := self.sameness.why_not()):
+            return reason
+        if self.other_values is not None and (reason := self.other_values(args, kwargs)):
             return reason
         return None if self.freshness.is_fresh() else "weights of the original were changed since it was optimized"
 
@@ -88,10 +92,13 @@ class OptimizedModule(nn.Module):
         if isinstance(found, str):
             return self._fall_back(found, args, kwargs)
         variant, tensors = found
-        if not torch.is_grad_enabled():
-            return variant.run_checked(tensors, args, kwargs)
-        with torch.no_grad():
-            return variant.run_checked(tensors, args, kwargs)
+        try:
+            if not torch.is_grad_enabled():
+                return variant.run_checked(tensors, args, kwargs)
+            with torch.no_grad():
+                return variant.run_checked(tensors, args, kwargs)
+        except UnsupportedInput as unsupported:  # it says so before it computes
+            return self._fall_back(str(unsupported), args, kwargs)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, list[torch.Tensor]] | str:
         """The variant for a call and the tensors among its arguments, or why there is none."""
@@ -104,7 +111,7 @@ class OptimizedModule(nn.Module):
                 continue
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 return "gradients of an input are asked for"
-            return variant.why_not_now() or (variant, tensors)
+            return variant.why_not(args, kwargs) or (variant, tensors)
         if self._reoptimize is None or not self.variants:
             return reason
         return self._optimize_again(args, kwargs, reason)
