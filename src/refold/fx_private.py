@@ -432,8 +432,10 @@ _transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_s
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is under way here; it is
-    asked at every call of an optimized model, so it is quick."""
-    return _transforms() is not None or forward_ad._current_level >= 0
+    asked at every call of an optimized model, so it is quick. To dynamo, every answer of torch's is something."""
+    if forward_ad._current_level >= 0:
+        return True
+    return _transforms() is not None and not torch.compiler.is_dynamo_compiling()
 
 
 def tracer_class(gm: GraphModule) -> Any:

@@ -108,3 +108,10 @@ def test_an_argument_of_another_kind_goes_to_the_original():
     fast = refold.optimize(model, (x, None), backend="plain", progress=False, time_budget=2)
     assert torch.equal(fast(x, state)[0], copy.deepcopy(model)(x, state)[0])
     assert fast.notes == ["ran the original: It was built for None and was given a tuple."]
+
+
+@torch.no_grad()
+def test_to_be_compiled_is_no_transform():
+    fast = refold.optimize(Sum().eval(), (X,), backend="plain", progress=False, time_budget=2)
+    torch.testing.assert_close(torch.compile(fast, backend="eager")(X), fast(X))
+    assert not fast.notes
