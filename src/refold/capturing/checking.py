@@ -122,13 +122,13 @@ def run_in_a_row(
 ) -> list[Ran]:
     """Calls one after the other, each from the same random state: later ones find what earlier ones left behind."""
     model = watched or module
-    ran = []
-    with untouched(model), torch.no_grad(), nullcontext() if fast_path else without_fast_path():
+    ran: list[Ran] = []
+    with untouched(model) as before, torch.no_grad(), nullcontext() if fast_path else without_fast_path():
         for leaves in examples:
+            state = State(model) if ran else before
             given = [leaf.detach().clone() for leaf in leaves]
             args, kwargs = calling.rebuild(given)
             with untouched_random_state(model):
-                state = State(model)
                 # a buffer that is given back as it is would be put back under the caller's hands
                 result = _owned(module(*args, **kwargs))
             overwritten = state.overwritten(model)
@@ -171,6 +171,8 @@ def value_difference(a: Any, b: Any) -> str:
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal in every element; NaN equals NaN."""
+    if one.shape != other.shape:
+        return False
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 

@@ -8,6 +8,7 @@ those that are written in place it is known, and no more.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from refold.fingerprint import same_bits
 
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
+_SIMPLE = {type(None), bool, int, float, str}
 _FOREIGN = ("torch", "refold", "builtins", "functools")
 _OWN = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
@@ -47,8 +49,9 @@ class State:
         self._contents[id(content)] = content, content.copy()
         if isinstance(value, nn.Embedding | nn.EmbeddingBag) and value.max_norm is not None:
             self._values[id(value.weight)] = _Value(value.weight, copied=True)
-        for inner in list(content.values() if isinstance(content, dict) else content):
-            self._hold(inner, 0 if isinstance(inner, nn.Module) else depth + 1)
+        for inner in tuple(content.values() if isinstance(content, dict) else content):
+            if type(inner) not in _SIMPLE:
+                self._hold(inner, 0 if isinstance(inner, nn.Module) else depth + 1)
 
     def _hold_tensor(self, tensor: torch.Tensor) -> None:
         wanted = self._parameters or not isinstance(tensor, nn.Parameter)
@@ -83,6 +86,8 @@ class State:
 
     def _is(self, now: Any, before: Any) -> bool:
         """Whether a value is what the other one was when the photograph was taken."""
+        if type(now) in _SIMPLE:
+            return type(now) is type(before) and (now is before or bool(now == before))
         if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
             return self._is_tensor(now, before)
         if type(now) is not type(before) or isinstance(now, nn.Module):
@@ -173,9 +178,8 @@ def _same_items(container: Any, old: Any) -> bool:
     if len(container) != len(old):
         return False
     if isinstance(container, dict):
-        pairs = zip(container.items(), old.items(), strict=True)
-        return all(key == k and value is v for (key, value), (k, v) in pairs)
-    return container == old if isinstance(container, set) else all(a is b for a, b in zip(container, old, strict=True))
+        return list(container) == list(old) and all(map(operator.is_, container.values(), old.values()))
+    return container == old if isinstance(container, set) else all(map(operator.is_, container, old))
 
 
 def _refill(container: Any, old: Any) -> None:
