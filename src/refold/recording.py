@@ -59,11 +59,14 @@ class Recording:
 
     def check_sources(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise if a weight map read something else than the tensor that stood under a name before the call, or one
-        that an earlier map had made: undoing would give back other weights, or lose what was trained since."""
+        that an earlier map had made: undoing would give back other weights, or lose what was trained since. A tensor
+        that is new altogether is no concern, unless it may have been made for a call inside this one."""
         made: set[str] = set()
         for record in self.maps:
             for role, name in record.map.sources.items():
-                if name not in made and record.specs[role].original.get() is not tensors.get(name):
+                source = record.specs[role].original.get()
+                is_new = name not in tensors and not any(source is tensor for tensor in tensors.values())
+                if name not in made and source is not tensors.get(name) and (self.inside or not is_new):
                     raise BrokenTransformation(
                         f"{self.label} put {name} in its place and then computed weights from it, so that no record "
                         f"can tell how they come back. Put the two one after the other instead: refold.compose(...)."

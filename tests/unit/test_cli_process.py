@@ -74,13 +74,25 @@ def test_without_typer_there_is_a_sentence() -> None:
 # --- streams -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["--help"]], ids=" ".join)
-def test_a_reader_that_went_away_is_no_answer(arguments: list[str]) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run([SCRIPT, *arguments], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (ExitCode.UNREAD, "")
+NOBODY_READS = """
+import os, sys
+from refold.cli import main
+reader, writer = os.pipe()
+os.close(reader)
+for arguments in (["list"], ["list", "--json"], ["--help"], ["nope"]):
+    child = os.fork()
+    if not child:
+        os.dup2(writer, 1)
+        if arguments == ["nope"]:
+            os.dup2(writer, 2)
+        sys.exit(main(arguments))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_reader_that_went_away_is_no_answer() -> None:
+    done = subprocess.run([sys.executable, "-c", NOBODY_READS], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == (f"{ExitCode.UNREAD:d}\n" * 4, "")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -102,7 +114,7 @@ def test_signs_that_the_encoding_lacks_are_written_as_escapes(encoding: str, mon
 
 def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    assert main(["list", "MergeLinears"]) == 0
+    assert main(["list", "MergeLinears", "--json"]) == 0
 
 
 # --- ways in -----------------------------------------------------------------------------------------------------

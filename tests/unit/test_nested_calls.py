@@ -147,6 +147,12 @@ def replaces_before(gm: GraphModule) -> None:
     MergeLinears()(gm)
 
 
+def adds_before(gm: GraphModule) -> None:
+    gm.c = nn.Conv1d(2, 3, 1)
+    next(n for n in gm.graph.nodes if n.target == "conv").target = "c"
+    FoldBatchNorm()(gm)
+
+
 def works_on_a_copy(gm: GraphModule) -> GraphModule:
     return refold.compose(MergeLinears(), inplace=False)(gm)
 
@@ -160,6 +166,7 @@ BAD = [
     (replaces_what_was_made, r"Calls\(\) changed a_b_merged\.weight, which a transformation that it called had made"),
     (replaces_between, r"Calls\(\) changed conv\.weight"),
     (replaces_before, r"Calls\(\) put a\.weight in its place and then computed weights from it"),
+    (adds_before, r"Calls\(\) put c\.weight in its place and then computed weights from it"),
     (works_on_a_copy, "returned another module after it called other transformations"),
     (returns_another, "returned another module after it called other transformations"),
 ]

@@ -24,20 +24,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command."""
     _quieten()
     ready_streams()
-    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=given, standalone_mode=False)
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except (typer.Abort, KeyboardInterrupt):
+        return int(ExitCode.INTERRUPTED)
+    except (BrokenPipeError, SystemExit):  # typer and rich exit so where nobody reads their help
+        return unread()
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        return int(app(args=arguments, standalone_mode=False) or 0)
     except UsageError as error:
         if type(error).__name__ != "NoArgsIsHelpError":  # the help was shown already
             command = error.ctx.command_path if error.ctx is not None else "refold"
             sentence = f"{error.format_message()} ({command} --help tells more)"
-            tell_error(Screen(as_json="--json" in given), ExitCode.WRONG_INPUT, sentence)
+            tell_error(Screen(as_json="--json" in arguments), ExitCode.WRONG_INPUT, sentence)
         return int(ExitCode.WRONG_INPUT)
-    except (typer.Abort, KeyboardInterrupt):
-        return int(ExitCode.INTERRUPTED)
-    except SystemExit:  # so typer ends where nobody reads its help
-        return unread()
-    return int(code or 0)
 
 
 def _quieten() -> None:

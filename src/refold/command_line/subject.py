@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from refold.command_line.errors import WrongInput
 from refold.command_line.inputs import NO_SIZES, Sizes, inputs_for, placed
 from refold.command_line.models import Source, load_model
 from refold.optimizing.calls import Inputs, split
+from refold.verifying.leaves import map_tensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -81,7 +81,7 @@ def prepare(wanted: Wanted) -> Subject:
 def check_runs(model: nn.Module, inputs: Inputs) -> None:
     """Run the model once as it is: where it fails by itself, no capture has to find that out. Nothing is left behind in
     the model or in the inputs."""
-    args, kwargs = split(copy.deepcopy(inputs))
+    args, kwargs = split(map_tensors(inputs, lambda tensor: tensor.detach().clone()))
     try:
         with untouched(model), torch.no_grad():
             model(*args, **kwargs)
