@@ -75,8 +75,9 @@ def test_an_input_without_a_batch(dims, how):
         (nn.Conv2d(4, 2, 3), nn.Conv2d(4, 2, 3, bias=False)),
         (nn.Conv2d(4, 2, 3).requires_grad_(False), nn.Conv2d(4, 2, 3)),
         (nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, groups=2)),
+        [nn.Conv2d(4, 2, 3).to(memory_format=torch.channels_last) for _ in range(2)],
     ],
-    ids=["kernel", "stride", "padding mode", "bias", "frozen", "groups"],
+    ids=["kernel", "stride", "padding mode", "bias", "frozen", "groups", "layout"],
 )
 def test_left_alone(convs):
     gm, code, _ = rewritten(*convs)

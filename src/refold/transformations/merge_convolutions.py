@@ -140,6 +140,8 @@ def _why_not(view: GraphView, conv: _Conv) -> str | None:
         return "it is grouped"
     if not all(isinstance(value, str | tuple) for value in conv.geometry):
         return "its geometry is computed"
+    if not all(operand.tensor.is_contiguous() for operand in conv.call.operands.values()):
+        return "its weight does not lie row by row in memory, and would not come back as it lay"
     return view.why_shared(conv.call) or why_not_sliceable(view, conv.call.node)
 
 
@@ -174,8 +176,7 @@ def _concatenate(edit: Editor, calls: list[Call], role: str, name: str, widths: 
     sources = {str(i): operand.name for i, operand in enumerate(operands)}
     whole = edit.map_weights(Concatenate(widths), sources, {"whole": name})["whole"]
     for operand, part in zip(operands, whole.split(list(widths)), strict=True):
-        plain = operand.tensor.is_contiguous() and not operand.tensor.is_inference() and not operand.tensor.is_meta
-        if plain:
+        if not operand.tensor.is_inference() and not operand.tensor.is_meta:
             operand.tensor.data = part
     return nn.Parameter(whole, requires_grad=operands[0].tensor.requires_grad)
 
