@@ -67,6 +67,8 @@ def optimize(
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise RefoldError(f"a torch.nn.Module is needed, and {what} was given.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise RefoldError("a TorchScript module holds no Python to capture; give the model that it was made from.")
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
     if model.training:

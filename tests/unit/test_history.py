@@ -8,6 +8,7 @@ import io
 import operator
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -327,3 +328,27 @@ def test_a_pass_that_takes_out_what_an_earlier_change_made() -> None:
         MergeLinears()(gm, reverse=True)
     refold.undo(gm, None)
     assert before.differences(Portrait.of(gm)) == []
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.value, self.last = self.key, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.query(x) + self.key(x) + self.value(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda gm: pickle.loads(pickle.dumps(gm))])
+def test_a_second_name_that_the_graph_no_longer_reads_survives_a_copy(copied: Any) -> None:
+    x = torch.randn(2, 4)
+    gm = refold.trace(TwoNames(), x)
+    names, expected = list(gm.state_dict()), gm(x)
+    refold.EliminateCommonSubexpressions()(gm)
+    assert len(refold.history(gm)) == 1 and not any(node.target == "value" for node in gm.graph.nodes)
+    twin = copied(gm)
+    assert list(refold.original_state_dict(twin)) == names
+    refold.undo(twin)
+    assert twin.value is twin.key and list(twin.state_dict()) == names
+    assert torch.equal(twin(x), expected)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import fx_private
 from ..errors import RefoldError
 from ..offered import Problem, Unusable, load_offered
 from .signature import PreparationFailed, Signature, UnsupportedInput, refuse_gradients
@@ -194,11 +195,11 @@ def refuse_training(module: nn.Module) -> None:
 def run_example(module: nn.Module, layout: Layout, tensors: list[torch.Tensor]) -> Any:
     """Run the module once, and refuse one that writes into its input or its weights: a baked copy would not."""
     watched = [*tensors, *module.parameters(), *module.buffers()]
-    versions = [tensor._version for tensor in watched]
+    versions = fx_private.versions_of(watched)
     args, kwargs = layout.fill(tensors)
     with torch.no_grad():
         output = module(*args, **kwargs)
-    if versions != [tensor._version for tensor in watched]:
+    if versions != fx_private.versions_of(watched):
         raise PreparationFailed("The module writes into its input, or into a weight or buffer, when it is called.")
     return output
 
