@@ -79,7 +79,7 @@ import os, sys
 from refold.cli import main
 reader, writer = os.pipe()
 os.close(reader)
-for arguments in (["list"], ["list", "--json"], ["--help"], ["nope"]):
+for arguments in (["list", "MergeLinears"], ["list", "MergeLinears", "--json"], ["--help"], ["nope"]):
     child = os.fork()
     if not child:
         os.dup2(writer, 1)

@@ -64,6 +64,9 @@ class FoldBatchNorm(Rewrite):
     Before a convolution this is exact only where nothing is padded with zeros, since the zeros were not normalised.
     Behind a linear layer, a reshape to rows between the two is seen through. Computed in float64 and rounded once; the
     originals come back by `W = W'/s` and a stored correction, bit for bit.
+
+    Where the graph notes no ranks (a plain symbolic trace), a BatchNorm1d beside a Conv1d is left alone: without a
+    batch it would run over the length.
     """
 
     kind: ClassVar[str] = "parametric"
