@@ -40,9 +40,6 @@ class History(nn.Module):
         self.changes = changes
         self.birth = birth
         self.expected = expected
-        self.children_then: dict[str, str] = {}
-        """The children of the module by name, each with the first name of the same one: see `_name_again`."""
-        self.was_copied = False
 
     def __len__(self) -> int:
         return len(self.changes)
@@ -85,11 +82,9 @@ class History(nn.Module):
         return {**self.__dict__, "changes": tuple(change.without_metas() for change in self.changes)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
-        twin = History(
+        return History(
             copy.deepcopy(self.changes, memo), copy.deepcopy(self.birth, memo), copy.deepcopy(self.expected, memo)
         )
-        twin.children_then, twin.was_copied = self.children_then, True
-        return twin
 
 
 def _first_lines(change: Change) -> list[str]:
@@ -111,30 +106,8 @@ def check_graph_module(gm: object) -> GraphModule:
 
 def history(gm: GraphModule) -> History:
     """The history that a module carries; an empty one if nothing was done to it."""
-    children = fx_private.table(check_graph_module(gm), "_modules")
-    found = children.get(fx_private.HISTORY_CHILD)
-    if not isinstance(found, History):
-        return History()
-    if found.was_copied:
-        found.was_copied = False
-        _name_again(children, found.children_then)
-    return found
-
-
-def _name_again(children: dict[str, Any], then: dict[str, str]) -> None:
-    """Give children of a copied module their second names back: torch copies a child that has two names, of which the
-    graph reads only one, under that one."""
-    if all(name in children for name in then):
-        return
-    own = dict(children)
-    children.clear()
-    children.update({name: own.get(name, own.get(first)) for name, first in then.items() if {name, first} & own.keys()})
-    children.update(own)
-
-
-def _first_names(children: dict[str, Any]) -> dict[str, str]:
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(child), name) for name, child in children.items() if child is not None}
+    found = fx_private.table(check_graph_module(gm), "_modules").get(fx_private.HISTORY_CHILD)
+    return found if isinstance(found, History) else History()
 
 
 def push(gm: GraphModule, change: Change, before: Snapshot, after: Look) -> None:
@@ -150,7 +123,6 @@ def attach(gm: GraphModule, past: History) -> GraphModule:
     children = fx_private.table(check_graph_module(gm), "_modules")
     children.pop(fx_private.HISTORY_CHILD, None)
     if past.changes:
-        past.children_then = _first_names(children)
         children[fx_private.HISTORY_CHILD] = past
     return gm
 

@@ -107,7 +107,7 @@ OTHERS += [torch.ops.refold_tests.packet, torch.ops.refold_tests.packet.default]
 OTHERS += [torch.ops.higher_order.wrap_with_set_grad_enabled]
 
 
-@pytest.mark.parametrize("function", OTHERS, ids=str)
+@pytest.mark.parametrize("function", OTHERS, ids=lambda function: getattr(function, "__qualname__", str(function)))
 def test_the_code_of_others_makes_nothing_of_its_own(function: Any) -> None:
     gm, x, call = graph(lambda x: x + 1)
     call.target, call.args = function, (x,)

@@ -145,6 +145,7 @@ class Captured(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Captured:
         copied = cast(Captured, super().__deepcopy__(memo))
         _make_non_persistent(copied, _non_persistent(self))
+        _name_again(copied, self, memo)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -189,6 +190,17 @@ def _make_non_persistent(module: nn.Module, names: tuple[str, ...]) -> None:
         buffer = getattr(module, name)
         delattr(module, name)
         module.register_buffer(name, buffer, persistent=False)
+
+
+def _name_again(copied: nn.Module, module: nn.Module, memo: dict[int, Any]) -> None:
+    """Give children their second names back: torch copies one that has two names, of which the graph reads only one,
+    under that one."""
+    own = dict(copied._modules)
+    if own.keys() >= module._modules.keys():
+        return
+    copied._modules.clear()
+    copied._modules.update({name: own.get(name, memo.get(id(child))) for name, child in module._modules.items()})
+    copied._modules.update(own)
 
 
 def _revive(class_name: str, nodes: list[StoredNode], body: dict[str, Any]) -> Captured:
