@@ -74,9 +74,3 @@ def size_of(node: Node, dim: int) -> Any:
     """A noted size of a node's value; None where it was not noted."""
     noted = example_value(node)
     return noted.shape[dim] if noted is not None and -noted.dim() <= dim < noted.dim() else None
-
-
-def proves_sizes(noted: torch.Tensor) -> bool:
-    """Whether noted sizes hold for every run: an export guards them, an example that was run through does not."""
-    mode = getattr(noted, "fake_mode", None)
-    return mode is not None and mode.shape_env is not None

@@ -14,10 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from refold.attention import proves_sizes
 from refold.constants import Constants
 from refold.index_expressions import Element, Unknown, recognise
-from refold.match import GraphView, example_value
+from refold.match import GraphView, example_value, proves_shapes
 from refold.purity import name_of
 
 Size = int | str | None
@@ -87,7 +86,7 @@ class Analysis:
         self.gm: GraphModule = view.gm
         self._constants = Constants(view)
         self._written = all_written(view)
-        self._sizes_hold = any(proves_sizes(t) for t in map(example_value, view.nodes) if t is not None)
+        self._sizes_hold = any(proves_shapes(t) for t in map(example_value, view.nodes) if t is not None)
         self._values: dict[Node, Any] = {}
         for node in sorted(_ancestors(wanted), key=view.position.__getitem__):
             self._values[node] = self._understand(node)
@@ -220,6 +219,6 @@ def _as_noted(value: Any, noted: torch.Tensor | None) -> Any:
 
 def noted_shape(noted: torch.Tensor) -> tuple[Size, ...]:
     """The sizes that capture noted: numbers, or the names of symbolic ones; unknown where they hold for one run."""
-    if not proves_sizes(noted):
+    if not proves_shapes(noted):
         return (None,) * noted.dim()
     return tuple(size if isinstance(size, int) else str(size) for size in noted.shape)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from refold import index_expressions as ix
-from refold.attention import proves_sizes
 from refold.index_expressions import Affine, Element, Formula, Number, Unknown, affine, choose, map_leaves
 from refold.mask_analysis import NotUnderstood, Operands, Size, Symbol, Value, noted_shape, rule
+from refold.match import proves_shapes
 
 
 def made(noted: torch.Tensor | None, dtype: torch.dtype, shape: tuple[Size, ...], element: Element) -> Value:
     """A value, with the sizes that capture noted where it did, and where they hold for every run."""
-    if noted is not None and noted.dim() == len(shape) and proves_sizes(noted):
+    if noted is not None and noted.dim() == len(shape) and proves_shapes(noted):
         shape = noted_shape(noted)
     return Value(dtype, shape, element)
 

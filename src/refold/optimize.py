@@ -15,6 +15,7 @@ from refold.capture import trace
 from refold.capturing.errors import CaptureError
 from refold.capturing.fresh import fresh_call
 from refold.capturing.module import other_fixed_values
+from refold.capturing.restoring import untouched
 from refold.capturing.state import State
 from refold.change import Change
 from refold.errors import RefoldError
@@ -81,9 +82,11 @@ def optimize(
             state = State(model, parameters=False)  # merged ones lie elsewhere afterwards
             try:
                 budget = Budget(time_budget)
-                return _build(model, own[1] or own[0], steps, level=level, backend=backend, budget=budget, tell=tell)
+                variant = _build(model, own[1] or own[0], steps, level=level, backend=backend, budget=budget, tell=tell)
             finally:
                 state.put_back()
+            variant.sameness = None if variant.executor == ORIGINAL else Sameness(model)
+            return variant
 
     def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         if args and kwargs:
@@ -112,7 +115,8 @@ def _build(
     if backend != "auto":
         available_executor(backend, device)  # asked before the long work
     tell("capturing", 0.0)
-    reason = why_not_comparable(model, inputs)
+    with untouched(model):
+        reason = why_not_comparable(model, inputs)
     if reason:
         return _as_it_is(model, inputs, backend, reason)
     gm = _captured(model, args, kwargs, notes)
@@ -161,9 +165,8 @@ def _build(
     freshness = Freshness(weights, gm, follows=choice.follows_weights)
     twin = all_ones if isinstance(all_ones, AllOnes) else None
     variant = Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, twin)
-    if choice.name != ORIGINAL:
-        variant.sameness = Sameness(model)
-        variant.other_values = None if gm is None else functools.partial(other_fixed_values, gm)
+    if gm is not None and choice.name != ORIGINAL:
+        variant.other_values = functools.partial(other_fixed_values, gm)
     return variant
 
 

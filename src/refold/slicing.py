@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from refold.aliasing import makes_fresh, written_by
 from refold.layout import NEED_LAYOUT, VIEWS, hands_out, is_foreign, make_reshape
-from refold.match import GraphView
+from refold.match import Call, GraphView
 
 
 def aliases(gm: GraphModule, node: Node) -> Iterator[tuple[Node, Node]]:
@@ -79,3 +79,13 @@ def merged_path(names: list[str]) -> str:
     own = "_".join("_".join(parts[shared:]) for parts in split[:4])
     more = f"_and_{len(split) - 4}_more" if len(split) > 4 else ""
     return ".".join([*split[0][:shared], f"{own}{more}_merged"])
+
+
+def why_not_movable(call: Call, tied: dict[int, str]) -> str | None:
+    """Why a tensor cannot become a part of a larger one and come back as it lay."""
+    for role, operand in call.operands.items():
+        if id(operand.tensor) in tied:
+            return f"its {role} shares memory with {tied[id(operand.tensor)]}"
+        if not operand.tensor.is_contiguous():
+            return f"its {role} does not lie row by row in memory"
+    return None

@@ -16,7 +16,8 @@ from refold.aliasing import switches_mode, writes_to
 from refold.edit import Editor, twin_of
 from refold.match import Call, GraphView, match_conv
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-from refold.slicing import make_views_reshapes, merged_path, why_not_sliceable
+from refold.slicing import make_views_reshapes, merged_path, why_not_movable, why_not_sliceable
+from refold.tensor_memory import tied_by_memory
 from refold.weights import Concatenate
 
 aten = torch.ops.aten
@@ -61,16 +62,17 @@ class MergeConvolutions(ReversibleRewrite):
                 yield Skip(node, found)
             elif found is not None:
                 groups.setdefault((found.call.input, mode), []).append(found)
+        tied = tied_by_memory(view.gm)
         for convs in groups.values():
-            yield from self._sites(view, convs)
+            yield from self._sites(view, convs, tied)
 
-    def _sites(self, view: GraphView, convs: list[_Conv]) -> Iterator[Site | Skip]:
+    def _sites(self, view: GraphView, convs: list[_Conv], tied: dict[int, str]) -> Iterator[Site | Skip]:
         if len(convs) < 2:
             yield Skip(convs[0].call.node, "no other convolution reads the same input")
             return
         alike: dict[tuple[Any, ...], list[_Conv]] = {}
         for conv in convs:
-            reason = _why_not(view, conv)
+            reason = _why_not(view, conv) or why_not_movable(conv.call, tied)
             if reason is None:
                 alike.setdefault(_kind(view, conv), []).append(conv)
             else:
@@ -140,8 +142,6 @@ def _why_not(view: GraphView, conv: _Conv) -> str | None:
         return "it is grouped"
     if not all(isinstance(value, str | tuple) for value in conv.geometry):
         return "its geometry is computed"
-    if not all(operand.tensor.is_contiguous() for operand in conv.call.operands.values()):
-        return "its weight does not lie row by row in memory, and would not come back as it lay"
     return view.why_shared(conv.call) or why_not_sliceable(view, conv.call.node)
 
 

@@ -16,7 +16,7 @@ from refold.aliasing import switches_mode, writes_to
 from refold.edit import Editor
 from refold.match import Call, GraphView, match_addmm, match_linear
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-from refold.slicing import make_views_reshapes, merged_path, why_not_sliceable
+from refold.slicing import make_views_reshapes, merged_path, why_not_movable, why_not_sliceable
 from refold.tensor_memory import tied_by_memory
 from refold.weights import Concatenate
 
@@ -63,7 +63,7 @@ class MergeLinears(ReversibleRewrite):
             return
         alike: dict[tuple[object, ...], list[Call]] = {}
         for call in calls:
-            reason = view.why_shared(call) or _why_not_movable(call, tied) or why_not_sliceable(view, call.node)
+            reason = view.why_shared(call) or why_not_movable(call, tied) or why_not_sliceable(view, call.node)
             if reason is not None:
                 yield Skip(call.node, reason)
                 continue
@@ -129,16 +129,6 @@ class MergeLinears(ReversibleRewrite):
             edit.graph.erase_node(fetch)
         for name in [call.path] if call.path else [operand.name for operand in call.operands.values()]:
             edit.remove(name)
-
-
-def _why_not_movable(call: Call, tied: dict[int, str]) -> str | None:
-    """Why a tensor cannot become a part of a larger one and come back as it lay."""
-    for role, operand in call.operands.items():
-        if id(operand.tensor) in tied:
-            return f"its {role} shares memory with {tied[id(operand.tensor)]}"
-        if not operand.tensor.is_contiguous():
-            return f"its {role} does not lie row by row in memory"
-    return None
 
 
 def _name(call: Call) -> str:

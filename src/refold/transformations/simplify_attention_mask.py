@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Node
 
-from refold.attention import Attention, match_attention, proves_sizes, same_size, size_of, why_not_read_later
+from refold.attention import Attention, match_attention, same_size, size_of, why_not_read_later
 from refold.edit import Editor
 from refold.index_expressions import Assumption, Unknown, why_unknown
 from refold.mask_analysis import Analysis, Value
-from refold.match import GraphView, example_value
+from refold.match import GraphView, example_value, proves_shapes
 from refold.purity import erase_dead, name_of
 from refold.rewrite import Example, ReversibleRewrite, Site, Skip
 
@@ -174,5 +174,5 @@ def _fitting(view: GraphView, call: Attention, verdict: Verdict | str) -> Verdic
 def _square(call: Attention) -> bool:
     queries, keys = size_of(call.query, -2), size_of(call.key, -2)
     noted = example_value(call.query)
-    proven_sizes = noted is not None and proves_sizes(noted) and queries is not None
+    proven_sizes = noted is not None and proves_shapes(noted) and queries is not None
     return call.query is call.key or (proven_sizes and same_size(queries, keys))
