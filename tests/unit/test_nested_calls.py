@@ -23,8 +23,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.relu = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()
-        self.conv, self.norm = nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3)
-        self.other, self.other_norm = nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3)
+        self.conv, self.norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
+        self.other, self.other_norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
         for norm in (self.norm, self.other_norm):
             nn.init.uniform_(norm.running_var, 0.5, 2)
             nn.init.normal_(norm.running_mean)
@@ -85,7 +85,7 @@ def names(work: Any) -> str:
 @pytest.mark.parametrize("work", GOOD, ids=names)
 def test_all_of_it_is_one_change(work: Callable[[GraphModule], Any]) -> None:
     torch.manual_seed(0)
-    model, x = Net().double().eval(), torch.randn(2, 2, 4, dtype=torch.float64)
+    model, x = Net().double().eval(), torch.randn(2, 2, 3, 4, dtype=torch.float64)
     original = copy.deepcopy(model)
     gm = symbolic_trace(model)
     before = Portrait.of(gm)
@@ -103,7 +103,7 @@ def test_all_of_it_is_one_change(work: Callable[[GraphModule], Any]) -> None:
 @pytest.mark.parametrize("work", [fold_and_merge, calls_in_calls], ids=names)
 def test_weights_that_were_trained_or_loaded_come_back(work: Callable[[GraphModule], Any]) -> None:
     torch.manual_seed(0)
-    gm, x = symbolic_trace(Net().double().eval()), torch.randn(2, 2, 4, dtype=torch.float64)
+    gm, x = symbolic_trace(Net().double().eval()), torch.randn(2, 2, 3, 4, dtype=torch.float64)
     Calls(work)(gm)
     with torch.no_grad():
         for parameter in gm.parameters():
@@ -148,7 +148,7 @@ def replaces_before(gm: GraphModule) -> None:
 
 
 def adds_before(gm: GraphModule) -> None:
-    gm.c = nn.Conv1d(2, 3, 1)
+    gm.c = nn.Conv2d(2, 3, 1)
     next(n for n in gm.graph.nodes if n.target == "conv").target = "c"
     FoldBatchNorm()(gm)
 
@@ -217,7 +217,7 @@ def test_a_graph_inside_the_graph_is_refused() -> None:
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
             return True
 
-    outer, x = Outer().eval(), torch.randn(2, 2, 4)
+    outer, x = Outer().eval(), torch.randn(2, 2, 3, 4)
     gm = GraphModule(outer, InnerIsLeaf().trace(outer))
     expected = gm(x)
     with pytest.raises(BrokenTransformation, match=r"calls MergeLinears\(\) on a module inside"):

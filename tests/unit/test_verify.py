@@ -143,6 +143,8 @@ def test_a_fold_that_overflows_is_wrong():
     gm.norm.eps = 0.0
     gm.norm.weight.data.fill_(30000.0)
     refold.FuseBatchNorm2dInConv2d()(gm)
+    assert not history(gm), "it is refused"
+    MappedFold()(gm)
     found = verify(gm, x)
     assert not found.right and "overflow" in found.sentence
 

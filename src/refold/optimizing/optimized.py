@@ -170,9 +170,11 @@ class OptimizedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """The original gets it; what was built from the original cannot know what difference it makes."""
-        matters = hasattr(self.original, name)
+        known, plain = getattr(self.original, name, value), isinstance(value, int | float | str)
         setattr(self.original, name, value)
-        if matters:
+        if name == "training":
+            self.__dict__[name] = value
+        elif known is not value and not (plain and type(known) is type(value) and known == value):
             self.restore()
             self._note(f"{name} was set since it was optimized: runs the original; call refold.optimize again")
 
