@@ -14,6 +14,9 @@ from refold.aliasing import written_memory
 from refold.match import GraphView, example_value
 from refold.purity import is_pure, name_of
 
+_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What operators raise where they do not take their operands."""
+
 
 class Constants:
     """The nodes of a graph that depend on no input and on no weight; each is evaluated when it is first asked for.
@@ -91,7 +94,7 @@ class Constants:
             try:
                 with torch.no_grad():
                     self._values[n] = self._run(n)
-            except Exception:  # whatever an operator refuses here stays in the graph as it is
+            except _REFUSALS:  # what an operator does not take here stays in the graph as it is
                 self._failed.add(n)
         return self._values.get(node)
 
