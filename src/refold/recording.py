@@ -64,9 +64,10 @@ class Recording:
         made: set[str] = set()
         for record in self.maps:
             for role, name in record.map.sources.items():
-                source = record.specs[role].original.get()
+                source = record.specs[role].original.get()  # None: gone already, so none of those before the call
                 is_new = name not in tensors and not any(source is tensor for tensor in tensors.values())
-                if name not in made and source is not tensors.get(name) and (self.inside or not is_new):
+                stood_there = name in tensors and source is tensors[name]
+                if name not in made and not stood_there and (self.inside or not is_new):
                     raise BrokenTransformation(
                         f"{self.label} put {name} in its place and then computed weights from it, so that no record "
                         f"can tell how they come back. Put the two one after the other instead: refold.compose(...)."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,11 @@ def adds_before(gm: GraphModule) -> None:
     FoldBatchNorm()(gm)
 
 
+def adds_before_and_lets_go(gm: GraphModule) -> None:
+    adds_before(gm)
+    gc.collect()  # nothing holds the weights that the fold read any more
+
+
 def works_on_a_copy(gm: GraphModule) -> GraphModule:
     return refold.compose(MergeLinears(), inplace=False)(gm)
 
@@ -167,6 +173,7 @@ BAD = [
     (replaces_between, r"Calls\(\) changed conv\.weight"),
     (replaces_before, r"Calls\(\) put a\.weight in its place and then computed weights from it"),
     (adds_before, r"Calls\(\) put c\.weight in its place and then computed weights from it"),
+    (adds_before_and_lets_go, r"Calls\(\) put c\.weight in its place and then computed weights from it"),
     (works_on_a_copy, "returned another module after it called other transformations"),
     (returns_another, "returned another module after it called other transformations"),
 ]
