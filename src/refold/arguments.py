@@ -17,6 +17,11 @@ def named_arguments(node: Node) -> dict[str, Any]:
     return defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
+def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+    """One argument of a call, by its place or by its name."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
 @cache
 def _signature(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The names of the places, and the defaults. Torch's builtin functions have the places of their operator."""

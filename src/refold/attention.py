@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from refold.aliasing import switches_mode, writes_to
+from refold.aliasing import writes_to
 from refold.match import GraphView, bind, example_value
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def why_not_read_later(view: GraphView, value: Node, at: Node, later: Node) -> s
     writer = writes_to(view.gm, value, view.writers_between(at, later))
     if writer is not None:
         return f"{writer.name} writes into {value.name} before {later.name}"
-    switch = next(filter(switches_mode, view.nodes[view.position[at] : view.position[later]]), None)
+    switch = next(iter(view.mode_switches_between(at, later)), None)
     return None if switch is None else f"{switch.name} switches modes before {later.name}"
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Node
 
 from refold import fx_private
+from refold.arguments import argument
 from refold.attention import same_size, same_sizes, why_not_read_later
 from refold.index_expressions import Unknown
 from refold.mask_analysis import Analysis
@@ -90,10 +91,6 @@ def _called(node: Node) -> str:
     return name_of(node) if node.op in ("call_function", "call_method") else ""
 
 
-def _argument(node: Node, place: int, name: str) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
-
-
 def _is_softmax(view: GraphView, node: Node) -> bool:
     if not node.args:
         return False
@@ -101,7 +98,7 @@ def _is_softmax(view: GraphView, node: Node) -> bool:
         module = view.module(str(node.target))
         return isinstance(module, nn.Softmax) and _is_last(module.dim, node)
     plain = _called(node) in _SOFTMAXES and node.kwargs.get("out") is None
-    return plain and _is_last(_argument(node, 1, "dim"), node)
+    return plain and _is_last(argument(node, 1, "dim"), node)
 
 
 def _why_module(view: GraphView, softmax: Node) -> str | None:
@@ -190,7 +187,7 @@ def _factor(node: Node) -> float | None:
     """What a node multiplies its input with, if that is a number and all that it does."""
     if _called(node) not in _SCALES or len(node.args) + len(node.kwargs) != 2:
         return None
-    number = _argument(node, 1, "other")
+    number = argument(node, 1, "other")
     if not isinstance(number, int | float) or isinstance(number, bool):
         return None
     return float(number) if _called(node).startswith("mul") else 1 / number if number else 0.0
@@ -363,17 +360,17 @@ def _is_causal(mask: Node, analysis: Callable[[], Analysis]) -> bool:
 def unrepeated(node: Node) -> tuple[Node, int] | None:
     """The keys or values before each head was repeated, and how many times; None where they were not."""
     if _called(node) == "repeat_interleave" and len(node.args) >= 2 and isinstance(node.args[0], Node):
-        times, dim = node.args[1], _argument(node, 2, "dim")
+        times, dim = node.args[1], argument(node, 2, "dim")
         return (node.args[0], times) if isinstance(times, int) and dim in (1, -3) and rank_of(node) == 4 else None
     if _called(node) not in ("reshape", "view", "flatten", "contiguous"):
         return None
-    expanded = _behind_slices(_argument(node, 0, "input"))
+    expanded = _behind_slices(argument(node, 0, "input"))
     if expanded is None or _called(expanded) != "expand":
         return None
-    unsqueezed = _behind_slices(_argument(expanded, 0, "input"))
-    if unsqueezed is None or _called(unsqueezed) != "unsqueeze" or _argument(unsqueezed, 1, "dim") not in (2, -3):
+    unsqueezed = _behind_slices(argument(expanded, 0, "input"))
+    if unsqueezed is None or _called(unsqueezed) != "unsqueeze" or argument(unsqueezed, 1, "dim") not in (2, -3):
         return None
-    source = _behind_slices(_argument(unsqueezed, 0, "input"))
+    source = _behind_slices(argument(unsqueezed, 0, "input"))
     return _repeated(source, expanded, node) if source is not None else None
 
 

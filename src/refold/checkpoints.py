@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import GraphModule
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -27,6 +26,7 @@ from refold.history import History, attach, check_graph_module, history
 from refold.hollow import hollow_original, named_tensors, tensor_places
 from refold.keeping import Husk
 from refold.outlines import outline_of
+from refold.passing import tensors_in
 from refold.redoing import redone_from
 from refold.weights import MapRecord, NoInverse, Tensors, remember
 
@@ -394,14 +394,12 @@ def _held(change: Change) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _named_in(value: Any, path: str) -> Iterable[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, nn.Module):
-        yield from ((join_path(path, name), tensor) for name, tensor in named_tensors(value).items())
-    elif isinstance(value, Husk):
-        for table in value.tables.values():
-            for key, entry in table.items():
-                yield from _named_in(entry, join_path(path, key))
+    if not isinstance(value, Husk):
+        yield from tensors_in(value, path)
+        return
+    for table in value.tables.values():
+        for key, entry in table.items():
+            yield from _named_in(entry, join_path(path, key))
 
 
 def _load_extra_state(gm: GraphModule, layout: _Layout, state_dict: Mapping[str, Any]) -> None:

@@ -395,7 +395,7 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     try:
         storage = tensor.untyped_storage()
         start, last = (place * tensor.element_size() for place in span_of(tensor))
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return None
     if not tensor.numel():
         return None

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from refold.arguments import argument
 from refold.constants import Constants
 from refold.mask_analysis import all_written
 from refold.match import GraphView, example_value, why_not_plain
@@ -160,12 +161,8 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
     return enter
 
 
-def _given(node: Node, place: int, name: str, default: Any = None) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
 def _first(node: Node) -> Any:
-    return _given(node, 0, "input")
+    return argument(node, 0, "input")
 
 
 def _hull(parts: Iterable[Bounds]) -> Bounds:
@@ -201,7 +198,7 @@ def _or_zero(node: Node, value: Value) -> Bounds:
 
 @_rule("full", "full_like", "new_full")
 def _full(node: Node, value: Value) -> Bounds:
-    return value(_given(node, 2 if name_of(node) == "new_full" else 1, "fill_value"))
+    return value(argument(node, 2 if name_of(node) == "new_full" else 1, "fill_value"))
 
 
 @_rule("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "sigmoid", "softmax", "bool")
@@ -222,33 +219,33 @@ def _where(node: Node, value: Value) -> Bounds:
 
 @_rule("masked_fill")
 def _masked_fill(node: Node, value: Value) -> Bounds:
-    return _hull([value(_first(node)), value(_given(node, 2, "value"))])
+    return _hull([value(_first(node)), value(argument(node, 2, "value"))])
 
 
 @_rule("add", "sub")
 def _sum(node: Node, value: Value) -> Bounds:
     low, high = value(_first(node))
     sign = 1 if name_of(node) == "add" else -1
-    alpha = value(_given(node, 2, "alpha", 1))
-    less, more = _product(_product(value(_given(node, 1, "other")), alpha), (sign, sign))
+    alpha = value(argument(node, 2, "alpha", 1))
+    less, more = _product(_product(value(argument(node, 1, "other")), alpha), (sign, sign))
     return low + less, high + more
 
 
 @_rule("rsub")
 def _rsub(node: Node, value: Value) -> Bounds:
-    less, more = _product(value(_first(node)), value(_given(node, 2, "alpha", 1)))
-    low, high = value(_given(node, 1, "other"))
+    less, more = _product(value(_first(node)), value(argument(node, 2, "alpha", 1)))
+    low, high = value(argument(node, 1, "other"))
     return low - more, high - less
 
 
 @_rule("mul")
 def _mul(node: Node, value: Value) -> Bounds:
-    return _product(value(_first(node)), value(_given(node, 1, "other")))
+    return _product(value(_first(node)), value(argument(node, 1, "other")))
 
 
 @_rule("div", "truediv", "true_divide")
 def _div(node: Node, value: Value) -> Bounds:
-    low, high = value(_given(node, 1, "other"))
+    low, high = value(argument(node, 1, "other"))
     if low <= 0 <= high:
         raise MayBeInfinite(f"{node.name} may divide by 0, and so put −∞ into its mask")
     rounding = 0 if node.kwargs.get("rounding_mode") is None else 1
@@ -263,7 +260,7 @@ def _neg(node: Node, value: Value) -> Bounds:
 
 @_rule("minimum", "maximum", "min", "max")
 def _either(node: Node, value: Value) -> Bounds:
-    return _hull([value(_first(node)), value(_given(node, 1, "other"))])
+    return _hull([value(_first(node)), value(argument(node, 1, "other"))])
 
 
 @_rule("matmul", "bmm", "linear", "layer_norm", "gelu", "silu")

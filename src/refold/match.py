@@ -88,9 +88,9 @@ class GraphView:
         """The positions of nodes that switch gradients, autocast or inference mode."""
         return [i for i, node in enumerate(self.nodes) if switches_mode(node)]
 
-    def mode_switches_between(self, start: Node, stop: Node) -> bool:
-        """Whether a mode is switched between two nodes."""
-        return bool(self._between(self.mode_switches, start, stop))
+    def mode_switches_between(self, start: Node, stop: Node) -> list[Node]:
+        """Nodes between two others that switch a mode."""
+        return [self.nodes[i] for i in self._between(self.mode_switches, start, stop)]
 
     def _between(self, positions: list[int], start: Node, stop: Node) -> list[int]:
         low, high = (bisect_left(positions, self.position[node]) for node in (start, stop))

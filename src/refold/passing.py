@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from refold import fx_private
 from refold.change import join_path
+from refold.hollow import named_tensors
 
 
 def passed_on(removed: dict[str, torch.Tensor], root: nn.Module) -> dict[str, str]:
@@ -24,10 +24,9 @@ def passed_on(removed: dict[str, torch.Tensor], root: nn.Module) -> dict[str, st
         return {}
     wanted = {id(tensor) for tensor in removed.values()}
     places: dict[int, dict[str, None]] = {}
-    for path, module in fx_private.walk_modules(root):
-        for name, tensor in _own_tensors(module, path):
-            if id(tensor) in wanted:
-                places.setdefault(id(tensor), {})[name] = None
+    for name, tensor in named_tensors(root).items():
+        if id(tensor) in wanted:
+            places.setdefault(id(tensor), {})[name] = None
     found = {name: places[id(tensor)] for name, tensor in removed.items() if id(tensor) in places}
     return {name: name if name in now else next(iter(now)) for name, now in found.items()}
 
@@ -37,14 +36,4 @@ def tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, nn.Module):
-        for inner, module in fx_private.walk_modules(value):
-            yield from _own_tensors(module, join_path(path, inner) if inner else path)
-
-
-def _own_tensors(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(module, torch.jit.ScriptModule):
-        return
-    for table in ("_parameters", "_buffers"):
-        for key, tensor in fx_private.table(module, table).items():
-            if tensor is not None:
-                yield join_path(path, key), tensor
+        yield from ((join_path(path, name), tensor) for name, tensor in named_tensors(value).items())

@@ -31,15 +31,8 @@ _EFFECT_NAMES = {
 }  # fmt: skip
 _FREE_FUNCTIONS: set[Any] = {getattr, len, int, float, bool, round, max, min, slice, tuple, list, operator.getitem}
 _FREE_FUNCTIONS |= {abs, pow, sum}
-_MODES_MATTER: tuple[type[nn.Module], ...] = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-_MODES_MATTER += (nn.SyncBatchNorm, nn.RReLU, nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
+MODES_MATTER = (nn.modules.dropout._DropoutNd, nn.SyncBatchNorm, nn.RReLU, nn.RNNBase, nn.MultiheadAttention)
+"""Modules that compute something else in training, besides those that move statistics then."""
 _RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -118,7 +111,7 @@ def _pure_module(gm: GraphModule, path: str) -> bool:
 def _pure_alone(module: nn.Module) -> bool:
     if getattr(module, "inplace", False) or isinstance(module, _RANDOM_MODULES):
         return False
-    return not (module.training and isinstance(module, _MODES_MATTER))
+    return not (module.training and isinstance(module, MODES_MATTER))
 
 
 def erase_dead(edit: Editor, roots: Iterable[Node]) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from refold.change import join_path
 from refold.fingerprint import same_bits
+from refold.fx_private import version_of
 
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
 _SIMPLE = {type(None), bool, int, float, str}
@@ -79,9 +81,9 @@ class State:
             for name, (now, old) in _side_by_side(vars(module), before):
                 if name in _OWN and id(old) in self._contents:
                     held = _side_by_side(now, self._contents[id(old)][1])
-                    found |= {_join(path, k): _owned(new) for k, (new, was) in held if not self._is(new, was)}
+                    found |= {join_path(path, k): _owned(new) for k, (new, was) in held if not self._is(new, was)}
                 elif not self._is(now, old):
-                    found[_join(path, name)] = _owned(now)
+                    found[join_path(path, name)] = _owned(now)
         return found
 
     def _is(self, now: Any, before: Any) -> bool:
@@ -116,11 +118,11 @@ class _Value:
         self.tensor = tensor
         self.memory = tensor.detach()
         self.value = self.memory.clone() if copied else self.memory
-        self.version = _version(tensor)
+        self.version = version_of(tensor)
         self.has_history = tensor.grad_fn is not None
 
     def is_lost(self) -> bool:
-        return self.value is self.memory and _version(self.tensor) != self.version
+        return self.value is self.memory and version_of(self.tensor) != self.version
 
     def put_back(self) -> None:
         tensor = self.tensor
@@ -150,17 +152,9 @@ def _has_values(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _side_by_side(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for name in dict.fromkeys((*before, *now)):
         yield name, (now.get(name, _ABSENT), before.get(name, _ABSENT))
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _owned(value: Any) -> Any:

@@ -20,6 +20,7 @@ from refold.command_line.subject import Subject, Wanted, chosen_device, prepare
 from refold.command_line.tables import Column, grouped, table
 from refold.command_line.writing import check_place, new_folder
 from refold.executors import executor_named
+from refold.executors.base import why_unavailable
 from refold.optimize import optimize
 from refold.optimizing.optimized import OptimizedModule
 from refold.pipelines import pipeline_to_text, write_pipeline
@@ -74,7 +75,7 @@ def optimize_model(screen: Screen, wanted: Wanted, order: Order) -> ExitCode:
 def _check_backend(name: str, device: torch.device) -> None:
     if name == "auto":
         return
-    reason = executor_named(name).available(device)
+    reason = why_unavailable(executor_named(name), device)
     if reason is not None:
         raise WrongInput(f"--backend {name} cannot be used here: {reason}.")
 

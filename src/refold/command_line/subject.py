@@ -10,12 +10,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from refold.capture import trace
+from refold.capturing.fresh import fresh_call
 from refold.capturing.restoring import untouched
 from refold.command_line.errors import WrongInput
 from refold.command_line.inputs import NO_SIZES, Sizes, inputs_for, placed
 from refold.command_line.models import Source, load_model
 from refold.optimizing.calls import Inputs, split
-from refold.verifying.leaves import map_tensors
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -81,7 +81,7 @@ def prepare(wanted: Wanted) -> Subject:
 def check_runs(model: nn.Module, inputs: Inputs) -> None:
     """Run the model once as it is: where it fails by itself, no capture has to find that out. Nothing is left behind in
     the model or in the inputs."""
-    args, kwargs = split(map_tensors(inputs, lambda tensor: tensor.detach().clone()))
+    args, kwargs = fresh_call(*split(inputs))
     try:
         with untouched(model), torch.no_grad():
             model(*args, **kwargs)

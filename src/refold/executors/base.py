@@ -124,7 +124,7 @@ def executors(device: torch.device | str | None = None) -> dict[str, Executor]:
     if device is None:
         return found
     place = torch.device(device)
-    return {name: executor for name, executor in found.items() if _why_not(executor, place) is None}
+    return {name: executor for name, executor in found.items() if why_unavailable(executor, place) is None}
 
 
 def executor_named(name: str) -> Executor:
@@ -145,11 +145,12 @@ def problems() -> tuple[Problem, ...]:
 def unavailable(device: torch.device | str) -> dict[str, str]:
     """The executors that cannot be used on this device, each with the reason."""
     place = torch.device(device)
-    reasons = {name: _why_not(executor, place) for name, executor in executors().items()}
+    reasons = {name: why_unavailable(executor, place) for name, executor in executors().items()}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _why_not(executor: Executor, place: torch.device) -> str | None:
+def why_unavailable(executor: Executor, place: torch.device) -> str | None:
+    """Why an executor cannot be used on a device; None if it can."""
     try:
         return executor.available(place)
     except Exception as error:  # another package's code may raise anything
@@ -226,4 +227,5 @@ __all__ = [
     "run_checked",
     "run_example",
     "unavailable",
+    "why_unavailable",
 ]

@@ -11,6 +11,7 @@ from torch import nn
 
 from refold.errors import RefoldError
 from refold.executors import Executor, Plain, PreparationFailed, executor_named, executors, unavailable
+from refold.executors.base import why_unavailable
 from refold.executors.tree import tensors_of
 from refold.measure import Comparison, Measurement, measure_many, rounds_needed
 from refold.optimizing.budget import Budget
@@ -170,7 +171,7 @@ def _why_not_now(executor: Executor, ready: Collection[str], level: str, budget:
 def available_executor(name: str, device: torch.device) -> Executor:
     """The executor of that name, if it can be used on this device."""
     executor = executor_named(name)
-    reason = executor.available(device)
+    reason = why_unavailable(executor, device)
     if reason is not None:
         raise RefoldError(f"the executor {name} cannot be used here: {reason}.")
     return executor

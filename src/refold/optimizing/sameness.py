@@ -17,10 +17,9 @@ from torch.nn.modules import module as registrations
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_MODAL = (
-    *(nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase),
-    *(nn.RReLU, nn.RNNBase, nn.MultiheadAttention),
-)
+from refold.purity import MODES_MATTER
+
+_MODAL = (*MODES_MATTER, nn.modules.batchnorm._NormBase)
 _training = attrgetter("training")
 
 
