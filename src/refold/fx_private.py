@@ -438,6 +438,10 @@ def is_transformed() -> bool:
     return _transforms() is not None and not torch.compiler.is_dynamo_compiling()
 
 
+is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""Whether autocast is on for any kind of device, or torch cannot tell; asked at every call of an optimized model."""
+
+
 def tracer_class(gm: GraphModule) -> Any:
     """The class of the tracer that made a module's graph; pickling uses it again."""
     return gm.graph._tracer_cls or getattr(gm, "_tracer_cls", None)

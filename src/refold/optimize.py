@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from refold.capture import trace
 from refold.capturing.errors import CaptureError
 from refold.capturing.fresh import fresh_call
-from refold.capturing.module import other_fixed_values
+from refold.capturing.module import has_fixed_values, other_fixed_values
 from refold.capturing.restoring import untouched
 from refold.capturing.state import State
 from refold.change import Change
@@ -28,12 +28,13 @@ from refold.optimizing.calls import Inputs, as_call, device_of_call, split
 from refold.optimizing.chance import why_not_comparable
 from refold.optimizing.choosing import ORIGINAL, Choice, available_executor, choose
 from refold.optimizing.freshness import Freshness, read_in_eval
-from refold.optimizing.optimized import OptimizedModule, Variant
+from refold.optimizing.optimized import OptimizedModule
 from refold.optimizing.pipeline import chosen_pipeline
 from refold.optimizing.progress import Progress, shown, silent
 from refold.optimizing.reporting import build_report
 from refold.optimizing.sameness import Sameness
 from refold.optimizing.steps import Step, take_back, take_steps
+from refold.optimizing.variant import Variant
 from refold.report.data import GraphData
 from refold.report.graph import graph_data
 from refold.transformation import Transformation
@@ -165,7 +166,7 @@ def _build(
     freshness = Freshness(weights, gm, follows=choice.follows_weights)
     twin = all_ones if isinstance(all_ones, AllOnes) else None
     variant = Variant(Signature.of(args, kwargs), gm, choice.run, choice.name, freshness, report, twin)
-    if gm is not None and choice.name != ORIGINAL:
+    if gm is not None and choice.name != ORIGINAL and has_fixed_values(gm):
         variant.other_values = functools.partial(other_fixed_values, gm)
     return variant
 

@@ -13,7 +13,8 @@ import refold
 from refold.executors import Executor, Signature, builtin
 from refold.optimizing import choosing
 from refold.optimizing.freshness import Freshness, read_in_eval
-from refold.optimizing.optimized import OptimizedModule, Variant
+from refold.optimizing.optimized import OptimizedModule
+from refold.optimizing.variant import Variant
 from refold.report.data import ModelSummary, Report
 
 

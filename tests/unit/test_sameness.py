@@ -12,8 +12,9 @@ from torch import nn
 
 from refold.executors import Signature
 from refold.optimizing.freshness import Freshness, read_in_eval
-from refold.optimizing.optimized import OptimizedModule, Variant
+from refold.optimizing.optimized import OptimizedModule
 from refold.optimizing.sameness import Sameness
+from refold.optimizing.variant import Variant
 from refold.report.data import ModelSummary, Report
 
 X = torch.randn(3, 4)
@@ -72,10 +73,12 @@ ALTERATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["before", "beside"])
 @pytest.mark.parametrize("name", ALTERATIONS)
-def test_what_is_done_to_the_original_is_noticed(name: str) -> None:
+def test_what_is_done_to_the_original_is_noticed(name: str, beside: bool) -> None:
     model = Net().eval()
     fast = frozen(model)
+    fast.variants[0].asks_beside = beside
     with torch.no_grad():
         fast(X)
     assert not fast.notes

@@ -159,6 +159,12 @@ def _check_call(module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str,
         record.check(args, kwargs)
 
 
+def has_fixed_values(module: nn.Module) -> bool:
+    """Whether a captured graph stands for its model only while inputs that steer the model's code keep their values."""
+    record = module.meta.get(RECORD) if isinstance(module, fx.GraphModule) else None
+    return record is not None and bool(record.fixed.values)
+
+
 def other_fixed_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why a captured graph does not stand for the model in this call: an input that steers the model's code has other
     values than at capture. None where it does, and for modules that were not captured. Quick; it raises nothing."""

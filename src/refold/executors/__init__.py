@@ -1,6 +1,7 @@
 """Ways to run a module, behind one interface; which one is the fastest is for measuring to say."""
 
 from .base import (
+    Checked,
     Executor,
     PreparationFailed,
     Runner,
@@ -19,6 +20,7 @@ from .plain import Plain
 from .signature import Signature
 
 __all__ = [
+    "Checked",
     "Compile",
     "CudaGraph",
     "Executor",

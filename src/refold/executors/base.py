@@ -57,6 +57,8 @@ class Checked:
     """A prepared callable that can be told that its input was checked. (No ABC: those are slow to recognise.)"""
 
     signature: Signature
+    computes_apart: bool = False
+    """Whether it computes outside Python, lets other threads run meanwhile, and has no effect but its output."""
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with these arguments, whose tensors the signature gave."""

@@ -62,10 +62,12 @@ class SessionRunner(Runner):
     """Runs on the memory of the caller's tensors. The engine hands out new arrays at every call; binding memory of our
     own instead took longer."""
 
+    computes_apart = True
+
     def __init__(self, plan: EnginePlan, module: nn.Module, session: Any) -> None:
         super().__init__(plan.signature, module)
         self.outputs = plan.outputs
-        self.session = session
+        self.compute_arrays = getattr(session, "_sess", session).run  # its own `run` looks at the names once more
         names = {node.name for node in session.get_inputs()}
         self.used = [(index, _input_name(index)) for index in range(len(plan.tensors)) if _input_name(index) in names]
         self.made = [_output_name(index) for index in range(len(plan.expected))]
@@ -75,11 +77,14 @@ class SessionRunner(Runner):
 
     def compute(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         feeds = {name: _as_array(tensors[index]) for index, name in self.used}
-        return [torch.from_numpy(array) for array in self.session.run(self.made, feeds)]
+        return [torch.from_numpy(array) for array in self.compute_arrays(self.made, feeds, None)]
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
-    return tensor.detach().resolve_neg().numpy() if tensor.requires_grad or tensor.is_neg() else tensor.numpy()
+    try:
+        return tensor.numpy()
+    except RuntimeError:  # it requires gradients, or is to be negated when it is read
+        return tensor.detach().resolve_neg().numpy()
 
 
 def _input_name(index: int) -> str:

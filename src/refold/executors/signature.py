@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import RefoldError
-from ..fx_private import is_transformed
+from ..fx_private import is_autocast_on, is_transformed
 from .tree import CONSTANTS, Layout, Structure, flatten, same_constant
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # a subclass may compute anything
@@ -63,8 +63,11 @@ class Signature:
             raise UnsupportedInput("It is called in a transform of torch.func or in forward-mode differentiation.")
         for leaf, built_for in zip(leaves, self.leaves, strict=True):
             # written out, without helpers: this runs at every call
-            if type(leaf) in _PLAIN_TENSORS and not leaf.is_nested:
-                is_same = (leaf.shape, leaf.dtype, leaf.device, leaf.layout) == built_for
+            if type(leaf) in _PLAIN_TENSORS:
+                try:
+                    is_same = (leaf.shape, leaf.dtype, leaf.device, leaf.layout) == built_for
+                except RuntimeError:  # a nested tensor has no shape
+                    is_same = False
             else:
                 is_same = leaf is built_for or same_constant(leaf, built_for)
             if not is_same:
@@ -100,6 +103,8 @@ def example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, L
 
 def autocast_state() -> tuple[torch.dtype | None, torch.dtype | None]:
     """What autocast casts to on CPUs and on GPUs; None where it is off."""
+    if not is_autocast_on():
+        return None, None
     cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return cpu, torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 

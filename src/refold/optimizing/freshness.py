@@ -22,6 +22,7 @@ from refold.hollow import named_tensors
 from refold.operations import Concatenate, Constant
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+_Seen = tuple[list[torch.Tensor], list[int | None] | None]
 
 
 class Freshness:
@@ -35,9 +36,14 @@ class Freshness:
         self._weights = weights
         self._held = _followed(weights, gm) if follows else []
         followed = {id(weight) for weight, _ in self._held}
-        self._watched = [weight for weight in weights if id(weight) not in followed]
-        self._versions: list[int | None] | None = fx_private.versions_of(self._watched)
+        watched = [weight for weight in weights if id(weight) not in followed]
+        self._seen: _Seen = (watched, fx_private.versions_of(watched))
         self._operations = operations_done()
+
+    @property
+    def watches(self) -> int:
+        """How many weights are looked at."""
+        return len(self._seen[0])
 
     def is_fresh(self) -> bool:
         """Whether the weights are those of now."""
@@ -47,16 +53,17 @@ class Freshness:
 
     def _look_again(self) -> None:
         """A graph was changed somewhere in this process: see whether the memory is still the same. If not, it is a copy
-        from now on; is it a copy of what the weights are now?"""
-        self._operations = operations_done()
-        if all(fx_private.address_of(weight) == fx_private.address_of(held) for weight, held in self._held):
-            return
-        is_same = self._stand_still() and all(same_bits(weight, held) for weight, held in self._held)
-        self._watched = self._weights
-        self._versions = fx_private.versions_of(self._weights) if is_same else None
+        from now on; is it a copy of what the weights are now? Other threads ask too, and look themselves until this one
+        is done."""
+        operations = operations_done()
+        if any(fx_private.address_of(weight) != fx_private.address_of(held) for weight, held in self._held):
+            is_same = self._stand_still() and all(same_bits(weight, held) for weight, held in self._held)
+            self._seen = (self._weights, fx_private.versions_of(self._weights) if is_same else None)
+        self._operations = operations
 
     def _stand_still(self) -> bool:
-        return fx_private.versions_of(self._watched) == self._versions
+        watched, versions = self._seen
+        return fx_private.versions_of(watched) == versions
 
 
 def read_in_eval(model: nn.Module) -> list[torch.Tensor]:

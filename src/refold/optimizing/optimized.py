@@ -5,20 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from refold.executors import Signature, UnsupportedInput, run_checked
+from refold.executors import UnsupportedInput
 from refold.executors.base import first_line
 from refold.executors.tree import flatten
 from refold.history import history, undo
-from refold.optimizing.all_ones import AllOnes
-from refold.optimizing.freshness import Freshness
-from refold.optimizing.sameness import Sameness
+from refold.optimizing.variant import Variant
 from refold.report.data import Report
 
 _MOST_NOTES = 20
@@ -28,36 +26,6 @@ _CONTAINER_METHODS = (
 )
 _MOVES = ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")
 _MOVED = "moved or cast since it was optimized: runs the original; call refold.optimize again"
-
-
-@dataclass
-class Variant:
-    """A way to run the model that was built for one input signature."""
-
-    signature: Signature
-    graph_module: GraphModule | None
-    run: Callable[..., Any]
-    executor: str
-    freshness: Freshness
-    report: Report
-    all_ones: AllOnes | None = None
-    sameness: Sameness | None = None
-    other_values: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None
-    """Why the values of inputs that steer the model's code are not those that it was built for."""
-
-    def why_not(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why it cannot stand for the model in a call of its signature; None if it can."""
-        if self.sameness is not None and (reason := self.sameness.why_not()):
-            return reason
-        if self.other_values is not None and (reason := self.other_values(args, kwargs)):
-            return reason
-        return None if self.freshness.is_fresh() else "weights of the original were changed since it was optimized"
-
-    def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call whose tensors the signature has checked already."""
-        special = self.all_ones
-        run = self.run if special is None or not special.applies(tensors) else special.run
-        return run_checked(run, tensors, args, kwargs)
 
 
 class OptimizedModule(nn.Module):
@@ -97,7 +65,7 @@ class OptimizedModule(nn.Module):
                 return variant.run_checked(tensors, args, kwargs)
             with torch.no_grad():
                 return variant.run_checked(tensors, args, kwargs)
-        except UnsupportedInput as unsupported:  # it says so before it computes
+        except UnsupportedInput as unsupported:  # nothing was done that anybody could see
             return self._fall_back(str(unsupported), args, kwargs)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, list[torch.Tensor]] | str:
@@ -111,7 +79,7 @@ class OptimizedModule(nn.Module):
                 continue
             if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
                 return "gradients of an input are asked for"
-            return variant.why_not(args, kwargs) or (variant, tensors)
+            return variant, tensors
         if self._reoptimize is None or not self.variants:
             return reason
         return self._optimize_again(args, kwargs, reason)

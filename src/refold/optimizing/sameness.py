@@ -38,10 +38,11 @@ class Sameness:
 
     def why_not(self) -> str | None:
         """Why the model is not what it was; None if it is."""
-        if self._seen != _news.count:
-            self._seen = _news.count
+        count = _news.count
+        if self._seen != count:
             now = _parts(self._model)
             self._has_same_parts = len(now) == len(self._parts) and all(map(is_, now, self._parts))
+            self._seen = count  # only now: other threads ask too
         if not self._has_same_parts:
             return "a parameter, buffer or module of the original was replaced since it was optimized"
         if list(map(_training, self._modal)) != self._modes:

@@ -1,0 +1,72 @@
+"""A way to run a model that was built for one input signature, and whether it still computes what the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from refold.executors import Checked, Signature, UnsupportedInput, run_checked
+from refold.optimizing.all_ones import AllOnes
+from refold.optimizing.beside import ask_beside, has_a_core_left
+from refold.optimizing.freshness import Freshness
+from refold.optimizing.sameness import Sameness
+from refold.report.data import Report
+
+_WORTH_A_THREAD = 64  # weights: to hand a question over takes as long as to look at about thirty of them
+
+
+@dataclass
+class Variant:
+    """One of the ways of an optimized model."""
+
+    signature: Signature
+    graph_module: GraphModule | None
+    run: Callable[..., Any]
+    executor: str
+    freshness: Freshness
+    report: Report
+    all_ones: AllOnes | None = None
+    sameness: Sameness | None = None
+    other_values: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None
+    """Why the values of inputs that steer the model's code are not those that it was built for."""
+
+    def __post_init__(self) -> None:
+        apart = isinstance(self.run, Checked) and self.run.computes_apart
+        many = self.freshness.watches >= _WORTH_A_THREAD
+        self.asks_beside = apart and many and has_a_core_left(torch.get_num_threads())
+        """Whether the model is looked at while the engine computes, and not before."""
+
+    def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call whose tensors the signature has checked already. `UnsupportedInput` says why it cannot stand for
+        the model in this call; nothing was done then that anybody could see."""
+        if self.other_values is not None:
+            _refuse(self.other_values(args, kwargs))
+        if not self.asks_beside:
+            _refuse(self.why_changed())
+            return run_checked(self._way(tensors), tensors, args, kwargs)
+        question = ask_beside(self.why_changed)
+        output = run_checked(self._way(tensors), tensors, args, kwargs)
+        reason = question.answer()
+        if reason is not None:
+            self.asks_beside = False  # nothing is computed in vain a second time
+            raise UnsupportedInput(reason)
+        return output
+
+    def why_changed(self) -> str | None:
+        """Why the model is not the one that it was built from any more; None if it is."""
+        if self.sameness is not None and (reason := self.sameness.why_not()):
+            return reason
+        return None if self.freshness.is_fresh() else "weights of the original were changed since it was optimized"
+
+    def _way(self, tensors: list[torch.Tensor]) -> Callable[..., Any]:
+        special = self.all_ones
+        return self.run if special is None or not special.applies(tensors) else special.run
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise UnsupportedInput(reason)
