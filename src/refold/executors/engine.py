@@ -36,7 +36,13 @@ class Outputs:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in self.shapes]
 
     def build(self, computed: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        return self._assemble([computed[source] if source >= 0 else inputs[-1 - source] for source in self.sources])
+        if not self._as_computed:
+            computed = [computed[source] if source >= 0 else inputs[-1 - source] for source in self.sources]
+        return self._assemble(computed)
+
+    @cached_property
+    def _as_computed(self) -> bool:
+        return self.sources == tuple(range(len(self.sources)))
 
     @cached_property
     def _assemble(self) -> Make:

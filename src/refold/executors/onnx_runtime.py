@@ -77,7 +77,10 @@ class SessionRunner(Runner):
 
     def compute(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         feeds = {name: _as_array(tensors[index]) for index, name in self.used}
-        return [torch.from_numpy(array) for array in self.compute_arrays(self.made, feeds, None)]
+        return list(map(_from_array, self.compute_arrays(self.made, feeds, None)))
+
+
+_from_array = torch.from_numpy
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
