@@ -47,8 +47,6 @@ class OpenVino(Executor):
 class RequestRunner(Runner):
     """Runs on the memory of the caller's tensors and writes into fresh outputs: nothing is copied."""
 
-    computes_apart = True
-
     def __init__(self, plan: EnginePlan, module: nn.Module, compiled: Any) -> None:
         super().__init__(plan.signature, module)
         if len(compiled.inputs) != len(plan.tensors) or len(compiled.outputs) != len(plan.expected):

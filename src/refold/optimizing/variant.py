@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,13 @@ class Variant:
     sameness: Sameness | None = None
     other_values: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None
     """Why the values of inputs that steer the model's code are not those that it was built for."""
+    asks_beside: bool = field(init=False)
+    """Whether the model is looked at while the engine computes, and not before."""
 
     def __post_init__(self) -> None:
         apart = isinstance(self.run, Checked) and self.run.computes_apart
         many = self.freshness.watches >= _WORTH_A_THREAD
         self.asks_beside = apart and many and has_a_core_left(torch.get_num_threads())
-        """Whether the model is looked at while the engine computes, and not before."""
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call whose tensors the signature has checked already. `UnsupportedInput` says why it cannot stand for
