@@ -161,15 +161,19 @@ def _check_call(module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str,
 
 def has_fixed_values(module: nn.Module) -> bool:
     """Whether a captured graph stands for its model only while inputs that steer the model's code keep their values."""
-    record = module.meta.get(RECORD) if isinstance(module, fx.GraphModule) else None
+    record = _record_of(module)
     return record is not None and bool(record.fixed.values)
 
 
 def other_fixed_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why a captured graph does not stand for the model in this call: an input that steers the model's code has other
     values than at capture. None where it does, and for modules that were not captured. Quick; it raises nothing."""
-    record = module.meta.get(RECORD) if isinstance(module, fx.GraphModule) else None
+    record = _record_of(module)
     return None if record is None else record.other_values(args, kwargs)
+
+
+def _record_of(module: nn.Module) -> Record | None:
+    return module.meta.get(RECORD) if isinstance(module, fx.GraphModule) else None
 
 
 def _refuse_cast(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], reason: str) -> None:

@@ -77,10 +77,7 @@ class SessionRunner(Runner):
 
     def compute(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         feeds = {name: _as_array(tensors[index]) for index, name in self.used}
-        return list(map(_from_array, self.compute_arrays(self.made, feeds, None)))
-
-
-_from_array = torch.from_numpy
+        return list(map(torch.from_numpy, self.compute_arrays(self.made, feeds, None)))
 
 
 def _as_array(tensor: torch.Tensor) -> Any:
