@@ -16,7 +16,7 @@ from refold.optimizing.freshness import Freshness
 from refold.optimizing.sameness import Sameness
 from refold.report.data import Report
 
-_WORTH_A_THREAD = 64  # weights: to hand a question over takes as long as to look at about thirty of them
+_WORTH_A_THREAD = 64  # weights: to wake a thread takes about as long as to look at so many
 
 
 @dataclass
