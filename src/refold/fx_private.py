@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -440,6 +440,12 @@ def is_transformed() -> bool:
 
 is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 """Whether autocast is on for any kind of device, or torch cannot tell; asked at every call of an optimized model."""
+
+
+raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+"""The current stream of a CUDA device, as a number: torch.cuda makes an object of it every time."""
 
 
 def tracer_class(gm: GraphModule) -> Any:

@@ -93,6 +93,24 @@ def test_what_was_computed_with_old_weights_is_thrown_away_and_not_computed_agai
     ]
 
 
+@torch.no_grad()
+def test_what_only_launches_is_launched_before_anybody_looks() -> None:
+    """A device computes by itself: there is time to look, and no thread is needed."""
+    model = layers(2)
+    engine = Engine(model, seconds=0)
+    engine.computes_apart, engine.only_launches = False, True
+    fast, watched = built(model, engine)
+    runs_when_asked: list[int] = []
+    ask = watched.why_not
+    watched.why_not = lambda: runs_when_asked.append(engine.runs) or ask()
+    assert torch.equal(fast(X), model(X)) and runs_when_asked == [1]
+    assert watched.asked_by == [threading.current_thread().name] and not fast.notes
+    model[0].bias.add_(1)
+    for _ in range(3):
+        assert torch.equal(fast(X), model(X))
+    assert engine.runs == 2, "computed in vain once, then looked at first"
+
+
 @pytest.mark.parametrize("why", ["few weights", "no core", "an engine inside Python"])
 @torch.no_grad()
 def test_where_it_does_not_pay_the_caller_looks_first(why: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -511,6 +511,30 @@ class TestCudaGraph:
                 assert torch.equal(call(x), module(x))
         assert len(call.graphs) == 2
 
+    def test_a_checked_call_finds_its_graph_also_when_that_was_forgotten(self):
+        module = nn.Linear(8, 8).cuda().eval()
+        executor = CudaGraph("capture", new_shapes="capture", max_shapes=1)
+        x, other = torch.randn(1, 8, device="cuda"), torch.randn(2, 8, device="cuda")
+        call = executor.prepare(module, (x,), {})
+        with torch.no_grad():
+            assert torch.equal(call.run_checked([x], (x,), {}), module(x))
+            assert torch.equal(call(other), module(other))
+            assert torch.equal(call.run_checked([x], (x,), {}), module(x))
+
+    def test_inputs_and_outputs_of_several_kinds(self):
+        class Several(nn.Module):
+            def forward(self, x: torch.Tensor, n: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return x + y, n + 1, x.expand(3, *x.shape), (x > 0).t()
+
+        args = (torch.randn(4, 5).cuda(), torch.arange(3).cuda(), torch.randn(5, 4).cuda().t())
+        call = CudaGraph().prepare(Several(), args, {})
+        with torch.no_grad():
+            for _ in range(2):
+                args = (torch.randn(5, 4).cuda().t(), torch.arange(3).cuda() + 7, torch.randn(4, 5).cuda())
+                outputs = call(*args)
+                torch.cuda.synchronize()
+                assert all(map(torch.equal, outputs, Several()(*args)))
+
     def test_new_shapes_run_eagerly_where_asked(self):
         module = nn.Linear(8, 8).cuda().eval()
         call = CudaGraph("eager", new_shapes="eager").prepare(module, (torch.randn(1, 8, device="cuda"),), {})

@@ -73,12 +73,12 @@ ALTERATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["before", "beside"])
+@pytest.mark.parametrize("looks", ["first", "beside", "after"])
 @pytest.mark.parametrize("name", ALTERATIONS)
-def test_what_is_done_to_the_original_is_noticed(name: str, beside: bool) -> None:
+def test_what_is_done_to_the_original_is_noticed(name: str, looks: Any) -> None:
     model = Net().eval()
     fast = frozen(model)
-    fast.variants[0].asks_beside = beside
+    fast.variants[0].looks = looks
     with torch.no_grad():
         fast(X)
     assert not fast.notes

@@ -60,6 +60,8 @@ class Checked:
     computes_apart: bool = False
     """Whether it computes outside Python, in the thread of its caller, lets other threads of Python run meanwhile, and
     has no effect but its output."""
+    only_launches: bool = False
+    """Whether it returns while a device still computes, and has no effect but its output."""
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with these arguments, whose tensors the signature gave."""

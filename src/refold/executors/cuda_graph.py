@@ -8,6 +8,7 @@ read from where they lay at capture: changes in place are followed, a replaced p
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -17,13 +18,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .. import fx_private
 from .assembly import assembler
-from .base import Executor, PreparationFailed, first_line, refuse_training, run_example
+from .base import Checked, Executor, PreparationFailed, first_line, refuse_training, run_example
 from .plain import Plain
 from .signature import Signature, UnsupportedInput, example, refuse_gradients
 from .tree import Layout
 
 _WARM_UP_CALLS = 3
+_FIRST = 0  # the number of the graph that an executor captures when it prepares
 
 
 class CudaGraph(Executor):
@@ -65,22 +68,24 @@ class CudaGraph(Executor):
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
-        runner = GraphRunner(self, module)
-        runner.capture(args, kwargs)
-        return runner
+        return GraphRunner(self, module, args, kwargs)
 
 
-class GraphRunner:
+class GraphRunner(Checked):
     """Finds the graph of a call's signature; where there is none, the executor's settings say what to do."""
 
-    def __init__(self, executor: CudaGraph, module: nn.Module) -> None:
+    only_launches = True
+
+    def __init__(self, executor: CudaGraph, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.executor = executor
         self.module = module
         self.graphs: OrderedDict[int, CapturedGraph] = OrderedDict()
+        self._numbers = itertools.count(_FIRST)
         # One pool for all shapes: outputs are copied out before the next replay can use the same memory.
         self.pool = torch.cuda.graph_pool_handle() if executor.clone_outputs else None
         self.lock = threading.Lock()
         self.turn = Turn()
+        self.signature = self.capture(args, kwargs).signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.lock:
@@ -88,6 +93,14 @@ class GraphRunner:
             if graph is not None:
                 return graph.compute(tensors)
         return self.module(*args, **kwargs)
+
+    def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.lock:
+            first = self.graphs.get(_FIRST)
+            if first is not None:  # not forgotten for others
+                self.graphs.move_to_end(_FIRST)
+                return first.compute(tensors)
+        return self(*args, **kwargs)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph | None, list[torch.Tensor]]:
         """The graph for this call, the latest used first, and the call's tensors."""
@@ -111,7 +124,7 @@ class GraphRunner:
         """Capture a graph for inputs like these and remember it."""
         signature, layout, tensors = example(args, kwargs)
         graph = CapturedGraph(self, signature, layout, tensors)
-        self.graphs[id(graph)] = graph
+        self.graphs[next(self._numbers)] = graph
         while len(self.graphs) > self.executor.max_shapes:
             self.graphs.popitem(last=False)
         return graph
@@ -121,16 +134,17 @@ class Turn:
     """Lets calls from different streams use the same buffers one after the other."""
 
     def __init__(self) -> None:
-        self.stream: torch.cuda.Stream | None = None
+        self.stream: tuple[int, int] | None = None
         self.done = torch.cuda.Event()
 
-    def begin(self, stream: torch.cuda.Stream) -> None:
+    def begin(self, device: int) -> None:
+        stream = (device, fx_private.raw_stream(device))
         if self.stream is not None and stream != self.stream:
-            stream.wait_event(self.done)
+            torch.cuda.current_stream().wait_event(self.done)
         self.stream = stream
 
-    def end(self, stream: torch.cuda.Stream) -> None:
-        self.done.record(stream)
+    def end(self) -> None:
+        self.done.record()
 
 
 class CapturedGraph:
@@ -144,7 +158,7 @@ class CapturedGraph:
         self.buffers = tensors
         self.clone_outputs = owner.executor.clone_outputs
         self.turn = owner.turn
-        self.device = tensors[0].device
+        self.device = tensors[0].get_device()
         self.graph = torch.cuda.CUDAGraph()
         args, kwargs = layout.fill(tensors)
         with torch.cuda.device(self.device), torch.no_grad():
@@ -171,22 +185,33 @@ class CapturedGraph:
         except Exception as error:
             raise PreparationFailed(f"No CUDA graph can be captured of this module: {first_line(error)}.") from error
 
-    @torch.no_grad()
-    def _replay(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        for buffer, tensor in zip(self.buffers, tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
-        self.graph.replay()
-        return [output.clone() for output in self.outputs] if self.clone_outputs else self.outputs
-
     def compute(self, tensors: list[torch.Tensor]) -> Any:
-        """Copy the inputs in, replay, copy the outputs out, on the caller's stream."""
+        """Copy the inputs in, replay, copy the outputs out, on the caller's stream. The device is idle until the replay
+        is launched, so what can wait comes after it."""
         refuse_gradients(tensors, self.weights)
+        if torch.cuda.current_device() == self.device:
+            return self.assemble(self._replay(tensors))
         with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream()
-            self.turn.begin(stream)
-            outputs = self._replay(tensors)
-            self.turn.end(stream)
-        return self.assemble(outputs)
+            return self.assemble(self._replay(tensors))
+
+    def _replay(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.turn.begin(self.device)
+        _copy(tensors, self.buffers)
+        self.graph.replay()
+        outputs = self.outputs
+        if self.clone_outputs:
+            outputs = [torch.empty_like(output) for output in self.outputs]
+            _copy(self.outputs, outputs)
+        self.turn.end()
+        return outputs
+
+
+def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    """Several tensors of a kind are copied by one kernel."""
+    if len(sources) == 1:
+        targets[0].copy_(sources[0], non_blocking=True)
+    else:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 @contextmanager

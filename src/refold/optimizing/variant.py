@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule
 
 from refold.executors import Checked, Signature, UnsupportedInput, run_checked
 from refold.optimizing.all_ones import AllOnes
-from refold.optimizing.beside import ask_beside, has_a_core_left
+from refold.optimizing.beside import Question, ask_beside, has_a_core_left
 from refold.optimizing.freshness import Freshness
 from refold.optimizing.sameness import Sameness
 from refold.report.data import Report
@@ -33,27 +33,33 @@ class Variant:
     sameness: Sameness | None = None
     other_values: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None
     """Why the values of inputs that steer the model's code are not those that it was built for."""
-    asks_beside: bool = field(init=False)
-    """Whether the model is looked at while the engine computes, and not before."""
+    looks: Literal["first", "beside", "after"] = field(init=False)
+    """When the model is looked at: before the call is run, by another thread while it is run, or after it was launched
+    and while the device computes."""
 
     def __post_init__(self) -> None:
-        apart = isinstance(self.run, Checked) and self.run.computes_apart
+        self.looks = "first"
+        if not isinstance(self.run, Checked):
+            return
         many = self.freshness.watches >= _WORTH_A_THREAD
-        self.asks_beside = apart and many and has_a_core_left(torch.get_num_threads())
+        if self.run.only_launches:
+            self.looks = "after"
+        elif self.run.computes_apart and many and has_a_core_left(torch.get_num_threads()):
+            self.looks = "beside"
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call whose tensors the signature has checked already. `UnsupportedInput` says why it cannot stand for
         the model in this call; nothing was done then that anybody could see."""
         if self.other_values is not None:
             _refuse(self.other_values(args, kwargs))
-        if not self.asks_beside:
+        if self.looks == "first":
             _refuse(self.why_changed())
             return run_checked(self._way(tensors), tensors, args, kwargs)
-        question = ask_beside(self.why_changed)
+        question = ask_beside(self.why_changed) if self.looks == "beside" else Question(self.why_changed)
         output = run_checked(self._way(tensors), tensors, args, kwargs)
         reason = question.answer()
         if reason is not None:
-            self.asks_beside = False  # nothing is computed in vain a second time
+            self.looks = "first"  # nothing is computed in vain a second time
             raise UnsupportedInput(reason)
         return output
 
