@@ -49,9 +49,15 @@ class _Inductor(Executor):
 
 
 class Compile(_Inductor):
-    """`torch.compile` of the module, guards and all: it follows the weights and gives gradients."""
+    """`torch.compile` of the module, guards and all: it follows the weights and gives gradients (unless `lower`, which
+    makes another module of it first, has put in kernels for inference)."""
+
+    def __init__(self, name: str, *, lower: Callable[[nn.Module], nn.Module] | None = None, **settings: Any) -> None:
+        super().__init__(name, **settings)
+        self.lower = lower
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        module = self.lower(module) if self.lower is not None else module
         signature, layout, tensors = example(args, kwargs)
         compiled = torch.compile(_own_code(module), dynamic=False, mode=self.mode, options=self.options)
         # Inductor's own CUDA graphs write every output into the same memory again.
