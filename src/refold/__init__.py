@@ -36,6 +36,7 @@ from refold.transformations.eliminate_common_subexpressions import EliminateComm
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 from refold.transformations.fold_constants import FoldConstants
 from refold.transformations.fold_padding import FoldPadding
+from refold.transformations.fuse_activations import FuseActivations
 from refold.transformations.fuse_attention import FuseAttention
 from refold.transformations.fuse_batch_norm_1d_in_linear import FuseBatchNorm1dInLinear
 from refold.transformations.fuse_batch_norm_2d_in_conv_2d import FuseBatchNorm2dInConv2d
@@ -58,6 +59,7 @@ __all__ = [
     "FoldBatchNorm",
     "FoldConstants",
     "FoldPadding",
+    "FuseActivations",
     "FuseAttention",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",

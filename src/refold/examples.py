@@ -3,6 +3,8 @@
 (Annotations are real classes here, not strings: torch cannot unpickle the graph of a model whose annotations are.)
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -350,3 +352,28 @@ class Pooled(nn.Module):
 def pooled() -> Example:
     """A pool with a window larger than its input, captured for that input."""
     return exported(seeded(lambda: (Pooled(), (torch.randn(2, 3, 5, 4),))))
+
+
+class WrittenActivations(nn.Module):
+    """Layers with activations that are written out: GELU in both forms, SiLU, Mish and Hardswish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.gate = nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c, d, e = (layer(x) for layer in self.layers)
+        a = 0.5 * a * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a.pow(3))))
+        b = b * (1 + torch.erf(b / math.sqrt(2))) / 2
+        return a + b + c * self.gate(c) + d * F.softplus(d).tanh() + e * F.relu6(e + 3) / 6
+
+
+def written_activations() -> Example:
+    """Activations that are written out in arithmetic."""
+    return seeded(lambda: (WrittenActivations(), (torch.randn(3, 4),)))
+
+
+def exported_written_activations() -> Example:
+    """The same as ATen operators."""
+    return exported(written_activations())

@@ -11,6 +11,7 @@ from refold.transformations.eliminate_common_subexpressions import EliminateComm
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 from refold.transformations.fold_constants import FoldConstants
 from refold.transformations.fold_padding import FoldPadding
+from refold.transformations.fuse_activations import FuseActivations
 from refold.transformations.fuse_attention import FuseAttention
 from refold.transformations.merge_convolutions import MergeConvolutions
 from refold.transformations.merge_linears import MergeLinears
@@ -32,6 +33,7 @@ def default_pipeline(level: str = "default") -> tuple[Transformation, ...]:
         raise BadLevel(f"level must be one of {', '.join(LEVELS)}, not {level!r}.")
     return (
         RemoveNoOps(),
+        FuseActivations(),
         FuseAttention(),
         SimplifyAttentionMask(),
         EliminateCommonSubexpressions(),
