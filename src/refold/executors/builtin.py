@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base import Executor
 from .compiled import Compile, Freeze
 from .cuda_graph import CudaGraph
-from .fused_convolution import with_fused_convolutions
+from .fused_kernels import with_fused_kernels
 from .onnx_runtime import OnnxRuntime
 from .openvino import OpenVino
 from .plain import Plain
@@ -19,7 +19,7 @@ BUILT_IN: tuple[Executor, ...] = (
     OnnxRuntime(),
     OpenVino(),
     CudaGraph("compile+cuda_graph", inner=Compile("compile")),
-    CudaGraph("compile-fused+cuda_graph", inner=Compile("compile-fused", device="cuda", lower=with_fused_convolutions)),
+    CudaGraph("compile-fused+cuda_graph", inner=Compile("compile-fused", device="cuda", lower=with_fused_kernels)),
     Freeze("compile-freezing", device="cpu"),
     Compile("compile", superseded_by="compile-freezing"),
     CudaGraph("compile-freezing+cuda_graph", inner=Freeze("compile-freezing"), superseded_by="compile+cuda_graph"),

@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.fx import GraphModule, Node
 
 from ..aliasing import written_by
-from ..explaining import hollow_copy
-from ..match import Call, GraphView, example_value, match_conv, per_axis, why_not_plain
+from ..match import Call, GraphView, example_value, match_conv, per_axis
 from ..purity import name_of
-from .signature import PreparationFailed
+from .fused_linear import DTYPES, activation_of
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -79,21 +76,14 @@ class _Site:
     relu: Node
 
 
-def with_fused_convolutions(module: nn.Module) -> GraphModule:
-    """A copy of a graph over the same weights, with fused kernels wherever they can be used."""
-    if not isinstance(module, GraphModule):
-        raise PreparationFailed("Kernels can be fused in a captured graph only.")
-    lowered = hollow_copy(module)
-    view = GraphView(lowered)
+def fuse_convolutions(gm: GraphModule) -> int:
+    """Put fused kernels into a graph wherever they can be used; how many there are."""
+    view = GraphView(gm)
     sites = [site for node in view.nodes if (site := _match(view, node)) is not None and _can_run(site)]
-    if not sites:
-        raise PreparationFailed("No convolution is followed by a ReLU that could be computed with it.")
     fused: dict[Node, Node] = {}
     for site in sites:
-        fused[site.relu] = _fuse(lowered, site, fused)
-    lowered.graph.lint()
-    lowered.recompile()
-    return lowered
+        fused[site.relu] = _fuse(gm, site, fused)
+    return len(sites)
 
 
 def _match(view: GraphView, relu: Node) -> _Site | None:
@@ -119,12 +109,7 @@ def _match(view: GraphView, relu: Node) -> _Site | None:
 
 def _rectified(view: GraphView, node: Node) -> Node | None:
     """What a ReLU reads."""
-    if node.op == "call_module":
-        module = view.module(str(node.target))
-        is_relu = isinstance(module, nn.ReLU) and why_not_plain(module, (nn.ReLU,)) is None
-    else:
-        is_relu = name_of(node) in ("relu", "relu_")
-    value = node.args[0] if is_relu and node.args else None
+    value = node.args[0] if activation_of(view, node) == "relu" and node.args else None
     return value if isinstance(value, Node) else None
 
 
@@ -150,7 +135,7 @@ def _plain_geometry(view: GraphView, conv: Call) -> _Geometry | None:
     given = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")} if module else {}
     given |= conv.settings
     read = example_value(conv.input)
-    if read is None or read.dim() != 4 or read.dtype is not conv.weight.dtype or read.dtype not in _DTYPES:
+    if read is None or read.dim() != 4 or read.dtype is not conv.weight.dtype or read.dtype not in DTYPES:
         return None
     if given.get("groups", 1) != 1 or getattr(module, "padding_mode", "zeros") != "zeros":
         return None

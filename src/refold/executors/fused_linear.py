@@ -1,0 +1,123 @@
+"""Linear layers that apply ReLU or GELU themselves, in one kernel of cuBLAS.
+
+A compiler calls a library for a matrix product and makes a kernel of its own for the activation behind it, so that the
+widest value of a transformer is written, read and written again. The fused kernels know ReLU and GELU by tanh; the
+exact GELU they do not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from ..arguments import argument
+from ..match import Call, GraphView, example_value, match_addmm, match_linear, why_not_plain
+from ..purity import name_of
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_VIEWS = ("view", "reshape", "_unsafe_view")
+
+
+@torch.library.custom_op(
+    "refold::linear_activation",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor bias, bool gelu) -> Tensor",
+)
+def linear_activation(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gelu: bool) -> torch.Tensor:
+    """`relu(x·W + b)`, or GELU by tanh of that; the weight as (inputs, outputs)."""
+    rows = x.reshape(-1, x.shape[-1])
+    if x.is_cuda:
+        y = torch._addmm_activation(bias, rows, weight, use_gelu=gelu)
+    else:
+        y = torch.addmm(bias, rows, weight)
+        y = F.gelu(y, approximate="tanh") if gelu else y.relu()
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+@linear_activation.register_fake
+def _shape_of_linear_activation(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, gelu: bool) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[1])
+
+
+def activation_of(view: GraphView, node: Node) -> Literal["relu", "gelu"] | None:
+    """Whether a node applies ReLU, or GELU by tanh."""
+    if node.op == "call_module":
+        module: Any = view.module(str(node.target))
+        if not isinstance(module, nn.ReLU | nn.GELU) or why_not_plain(module, (nn.ReLU, nn.GELU)) is not None:
+            return None
+        return "relu" if isinstance(module, nn.ReLU) else "gelu" if module.approximate == "tanh" else None
+    name = name_of(node)
+    if name == "gelu":
+        return "gelu" if argument(node, 1, "approximate", "none") == "tanh" else None
+    return "relu" if name in ("relu", "relu_") else None
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A linear layer, and the activation behind it or behind views of it."""
+
+    linear: Call
+    activation: Node
+    gelu: bool
+
+
+def fuse_linears(gm: GraphModule) -> int:
+    """Put fused kernels into a graph wherever they can be used; how many there are."""
+    view = GraphView(gm)
+    sites = [site for node in view.nodes if (site := _match(view, node)) is not None]
+    for site in sites:
+        _fuse(gm, site)
+    return len(sites)
+
+
+def _match(view: GraphView, node: Node) -> _Site | None:
+    kind = activation_of(view, node)
+    value: Any = node.args[0] if kind is not None and node.args else None
+    while isinstance(value, Node) and len(value.users) == 1 and _only_reshapes(value):
+        value = value.args[0]
+    if not isinstance(value, Node) or len(value.users) != 1:
+        return None
+    linear = match_linear(view, value)
+    linear = match_addmm(view, value) if linear is None else linear
+    if not isinstance(linear, Call) or view.mode_switches_between(value, node):
+        return None
+    read, weight = example_value(linear.input), linear.weight
+    if read is None or read.dim() < 2 or read.dtype is not weight.dtype or read.dtype not in DTYPES:
+        return None
+    return _Site(linear, node, gelu=kind == "gelu")
+
+
+def _only_reshapes(node: Node) -> bool:
+    given = [*node.args, *node.kwargs.values()]
+    return name_of(node) in _VIEWS and not any(isinstance(value, torch.dtype) for value in given)
+
+
+def _fuse(gm: GraphModule, site: _Site) -> None:
+    """The activation moves to the layer, before the views."""
+    node, operands = site.linear.node, site.linear.operands
+    is_turned = "out" not in site.linear.settings
+    rows = argument(node, 0, "input") if is_turned else node.args[1]  # of now: the layer before may be fused already
+    with gm.graph.inserting_before(node):
+        weight = gm.graph.get_attr(operands["weight"].name)
+        if is_turned:
+            weight = gm.graph.call_method("t", (weight,))
+        bias = gm.graph.get_attr(operands["bias"].name if "bias" in operands else _zeros(gm, site.linear.weight))
+        fused = gm.graph.call_function(torch.ops.refold.linear_activation.default, (rows, weight, bias, site.gelu))
+    fused.meta = dict(node.meta)
+    node.replace_all_uses_with(fused)
+    gm.graph.erase_node(node)
+    site.activation.replace_all_uses_with(site.activation.all_input_nodes[0])
+    gm.graph.erase_node(site.activation)
+
+
+def _zeros(gm: GraphModule, weight: torch.Tensor) -> str:
+    """The name of a bias for layers of this width that have none."""
+    name = f"no_bias_{weight.shape[0]}"
+    if not hasattr(gm, name):
+        gm.register_buffer(name, weight.new_zeros(weight.shape[0]), persistent=False)
+    return name
