@@ -48,7 +48,7 @@ def main() -> None:
         if options.budget_s and time.monotonic() - started > options.budget_s:
             print(f"{case.name}: out of time, run again to go on")
             break
-        data["cases"][case.name] = run(case, options)
+        data["cases"][case.name] = run(case, options) | left_out_this_time(data["cases"].get(case.name), options)
         path.write_text(json.dumps(data, indent=1) + "\n")
         torch.compiler.reset()
         gc.collect()
@@ -124,6 +124,16 @@ def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         row["refold_report"] = summarise_report(made["refold"])
     print(f"{case.name}\n{final}\n{headline(row)}", flush=True)
     return row
+
+
+def left_out_this_time(before: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
+    """Modes of torch.compile that are in the last race of a case and not in this one: how many times the time of the
+    best mode they took then."""
+    if before is None or not options.contenders:
+        return {}
+    modes = {n: e["median_s"] for n, e in before["contenders"].items() if n.startswith(COMPILE)}
+    took = {name: seconds / min(modes.values()) for name, seconds in modes.items()} | before.get("earlier", {})
+    return {"earlier": {name: ratio for name, ratio in took.items() if name not in options.contenders}}
 
 
 def quotient(error: float | None, own: float | None) -> float | None:

@@ -154,7 +154,20 @@ def means(cases: dict[str, Any]) -> list[str]:
     run = [
         name if count == len(cases) else f"{name} ({count} of {len(cases)})" for name, count in sorted(modes.items())
     ]
-    return [*lines, f"- The modes of torch.compile in this race: {', '.join(run) or 'none'}."]
+    return [*lines, f"- The modes of torch.compile in this race: {', '.join(run) or 'none'}.", *earlier_races(cases)]
+
+
+def earlier_races(cases: dict[str, Any]) -> list[str]:
+    """Modes that take minutes to build and were not built again, with how they had done."""
+    found: dict[str, list[str]] = {}
+    for case, row in cases.items():
+        for name, ratio in row.get("earlier", {}).items():
+            found.setdefault(name, []).append(f"{case} ({ratio:.2f})")
+    return [
+        f"- {name} ran only in an earlier race of these cases, and took so many times as long as the best mode then: "
+        f"{', '.join(where)}."
+        for name, where in found.items()
+    ]
 
 
 def mean_line(rival: str, ratios: list[float]) -> list[str]:
