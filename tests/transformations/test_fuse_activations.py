@@ -107,6 +107,12 @@ def test_the_gate_of_a_gated_layer_is_an_activation():
     assert [n for n in names(gm) if n != "linear"] == ["silu", "mul"] and verify(gm, X).right
 
 
+def test_one_behind_the_other():
+    gm = trace(Then(lambda x: (y := x * torch.sigmoid(x)) * torch.sigmoid(y)), X)
+    FuseActivations()(gm)
+    assert [n for n in names(gm) if n != "linear"] == ["silu", "silu"] and verify(gm, X).right
+
+
 def reads_a_part(x):
     inner = C * (x + 0.044715 * x**3)
     return 0.5 * x * (1 + torch.tanh(inner)) - inner.sum()

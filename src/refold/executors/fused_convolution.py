@@ -1,8 +1,8 @@
 """Convolutions that add a residual and apply ReLU themselves, in one kernel of cuDNN.
 
 A compiler calls a library for a convolution and makes a kernel of its own for what comes after it, so that an image is
-written, read and written again. In a ResNet that is a third of the time. The fused kernels add in float32 and round
-once. They take no other activation, and not every geometry: each convolution is tried before it is replaced.
+written, read and written again. The fused kernels add in float32 and round once. They take no other activation, and not
+every geometry: each convolution is tried before it is replaced.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _fuse(gm: GraphModule, site: _Site) -> None:
         weight = gm.graph.get_attr(operands["weight"].name)
         if is_turned:
             weight = gm.graph.call_method("t", (weight,))
-        bias = gm.graph.get_attr(operands["bias"].name if "bias" in operands else _zeros(gm, site.linear.weight))
+        bias = gm.graph.get_attr(operands["bias"].name if "bias" in operands else _zeros(gm, site.linear))
         fused = gm.graph.call_function(torch.ops.refold.linear_activation.default, (rows, weight, bias, site.gelu))
     fused.meta = dict(node.meta)
     node.replace_all_uses_with(fused)
@@ -115,9 +115,8 @@ def _fuse(gm: GraphModule, site: _Site) -> None:
     gm.graph.erase_node(site.activation)
 
 
-def _zeros(gm: GraphModule, weight: torch.Tensor) -> str:
-    """The name of a bias for layers of this width that have none."""
-    name = f"no_bias_{weight.shape[0]}"
-    if not hasattr(gm, name):
-        gm.register_buffer(name, weight.new_zeros(weight.shape[0]), persistent=False)
+def _zeros(gm: GraphModule, linear: Call) -> str:
+    """The name of a new bias for a layer that has none."""
+    name = f"{linear.node.name}_no_bias"
+    gm.register_buffer(name, linear.weight.new_zeros(linear.weight.shape[0]), persistent=False)
     return name

@@ -22,7 +22,9 @@ aten = torch.ops.aten
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "true_divide", "truediv", "pow", "square", "neg", "softplus"}
 _MODULES = (nn.Tanh, nn.Sigmoid, nn.ReLU6, nn.Hardsigmoid, nn.Softplus)
 _MOST_STEPS = 8
-_POINTS = torch.cat([torch.linspace(-30, 30, 2401, dtype=torch.float64), torch.tensor([1e-8, -1e-8, 300.0, -300.0])])
+_POINTS = torch.tensor(
+    [i / 40 for i in range(-1200, 1201)] + [1e-8, -1e-8, 300, -300], dtype=torch.float64, device="cpu"
+)
 _ROUNDING = 1e-14  # of a dozen steps in float64
 
 
@@ -76,6 +78,8 @@ class FuseActivations(ReversibleRewrite):
             if found is None:
                 continue
             source, steps, activation = found
+            if source in taken:
+                continue  # what it reads goes first; the next round sees it again
             root, what = steps[-1], f"{activation.function.__name__} of {source.name}"
             reason = _why_not(view, source, steps)
             if reason is not None:
