@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from refold.executors import Checked, Signature
+import refold
+from refold.executors import Checked, Signature, executor_named
 from refold.optimizing import beside, variant
 from refold.optimizing.beside import Question, ask_beside, has_a_core_left
 from refold.optimizing.freshness import Freshness, read_in_eval
@@ -40,6 +41,9 @@ class Engine(Checked):
         self.runs += 1
         time.sleep(self.seconds)
         return self.copy(*args, **kwargs)
+
+    def run_while(self, look: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
+        return self.run_checked(tensors, args, kwargs), look()
 
 
 class Watched(Sameness):
@@ -98,7 +102,7 @@ def test_what_only_launches_is_launched_before_anybody_looks() -> None:
     """A device computes by itself: there is time to look, and no thread is needed."""
     model = layers(2)
     engine = Engine(model, seconds=0)
-    engine.computes_apart, engine.only_launches = False, True
+    engine.computes_apart, engine.launches = False, True
     fast, watched = built(model, engine)
     runs_when_asked: list[int] = []
     ask = watched.why_not
@@ -109,6 +113,31 @@ def test_what_only_launches_is_launched_before_anybody_looks() -> None:
     for _ in range(3):
         assert torch.equal(fast(X), model(X))
     assert engine.runs == 2, "computed in vain once, then looked at first"
+
+
+def test_openvino_computes_while_somebody_looks() -> None:
+    pytest.importorskip("openvino")
+    model = layers(2)
+    run = executor_named("openvino").prepare(model, (X,), {})
+    with torch.no_grad():
+        output, seen = run.run_while(lambda: run.lock.locked(), [X], (X,), {})
+        torch.testing.assert_close(output, model(X))
+        assert seen, "it was launched before"
+        with pytest.raises(ZeroDivisionError):
+            run.run_while(lambda: 1 // 0, [X], (X,), {})
+        torch.testing.assert_close(run(X + 1), model(X + 1), msg="it is free for the next call")
+
+
+def test_old_weights_are_noticed_while_openvino_computes() -> None:
+    pytest.importorskip("openvino")
+    model = layers(2)
+    fast = refold.optimize(model, (X,), backend="openvino", progress=False)
+    assert fast.variants[0].looks == "after"
+    with torch.no_grad():
+        fast(X)
+        assert not fast.notes
+        model[0].bias.add_(1)
+        assert torch.equal(fast(X), model(X)) and len(fast.notes) == 1
 
 
 @pytest.mark.parametrize("why", ["few weights", "no core", "an engine inside Python"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from .signature import PreparationFailed, Signature, UnsupportedInput, refuse_gr
 from .strides import Strides, writes_into_inputs
 from .tree import Layout
 
+T = TypeVar("T")
 ENTRY_POINT_GROUP = "refold.executors"
 
 
@@ -60,11 +61,18 @@ class Checked:
     computes_apart: bool = False
     """Whether it computes outside Python, in the thread of its caller, lets other threads of Python run meanwhile, and
     has no effect but its output."""
-    only_launches: bool = False
-    """Whether it returns while a device still computes, and has no effect but its output."""
+    launches: bool = False
+    """Whether something else than the thread of its caller computes, and has no effect but the output: `run_while`."""
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with these arguments, whose tensors the signature gave."""
+        raise NotImplementedError
+
+    def run_while(
+        self, look: Callable[[], T], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, T]:
+        """Run a call as `run_checked` does, and look at something as soon as it is launched: the output, and what was
+        seen."""
         raise NotImplementedError
 
 

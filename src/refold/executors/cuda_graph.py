@@ -20,7 +20,7 @@ from torch import nn
 
 from .. import fx_private
 from .assembly import assembler
-from .base import Checked, Executor, PreparationFailed, first_line, refuse_training, run_example
+from .base import Checked, Executor, PreparationFailed, T, first_line, refuse_training, run_example
 from .plain import Plain
 from .signature import Signature, UnsupportedInput, example, refuse_gradients
 from .tree import Layout
@@ -74,7 +74,7 @@ class CudaGraph(Executor):
 class GraphRunner(Checked):
     """Finds the graph of a call's signature; where there is none, the executor's settings say what to do."""
 
-    only_launches = True
+    launches = True
 
     def __init__(self, executor: CudaGraph, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.executor = executor
@@ -101,6 +101,11 @@ class GraphRunner(Checked):
                 self.graphs.move_to_end(_FIRST)
                 return first.compute(tensors)
         return self(*args, **kwargs)
+
+    def run_while(
+        self, look: Callable[[], T], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, T]:
+        return self.run_checked(tensors, args, kwargs), look()  # the device computes, and nobody waits for it here
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph | None, list[torch.Tensor]]:
         """The graph for this call, the latest used first, and the call's tensors."""

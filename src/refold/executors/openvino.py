@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from .base import Executor, PreparationFailed, Runner, first_line, refuse_training
+from .base import Executor, PreparationFailed, Runner, T, first_line, refuse_training
 from .engine import EnginePlan, plan_for_engine
 from .grouped_attention import spell_out_groups
 
@@ -45,7 +46,10 @@ class OpenVino(Executor):
 
 
 class RequestRunner(Runner):
-    """Runs on the memory of the caller's tensors and writes into fresh outputs: nothing is copied."""
+    """Runs on the memory of the caller's tensors and writes into fresh outputs: nothing is copied. The engine computes
+    in a thread of its own."""
+
+    launches = True
 
     def __init__(self, plan: EnginePlan, module: nn.Module, compiled: Any) -> None:
         super().__init__(plan.signature, module)
@@ -61,15 +65,32 @@ class RequestRunner(Runner):
     def run(self, tensors: list[torch.Tensor]) -> Any:
         return self.outputs.build(self.compute(tensors, self.outputs.fresh()), tensors)
 
+    def run_while(
+        self, look: Callable[[], T], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, T]:
+        results = self.outputs.fresh()
+        with self._launched(tensors, results):
+            seen = look()
+        return self.outputs.build(results, tensors), seen
+
     def compute(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+        with self._launched(tensors, results):
+            return results
+
+    @contextmanager
+    def _launched(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, the engine computes; at the end, it has."""
         held = [tensor.contiguous().resolve_neg() for tensor in tensors]
         with self.lock:
             for index, tensor in enumerate(held):
                 self.request.set_input_tensor(index, _share(tensor))
             for index, tensor in enumerate(results):
                 self.request.set_output_tensor(index, _share(tensor))
-            self.request.infer()
-        return results
+            self.request.start_async()
+            try:
+                yield
+            finally:
+                self.request.wait()
 
 
 def _share(tensor: torch.Tensor) -> Any:

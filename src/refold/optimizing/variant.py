@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from refold.executors import Checked, Signature, UnsupportedInput, run_checked
 from refold.optimizing.all_ones import AllOnes
-from refold.optimizing.beside import Question, ask_beside, has_a_core_left
+from refold.optimizing.beside import ask_beside, has_a_core_left
 from refold.optimizing.freshness import Freshness
 from refold.optimizing.sameness import Sameness
 from refold.report.data import Report
@@ -35,14 +35,14 @@ class Variant:
     """Why the values of inputs that steer the model's code are not those that it was built for."""
     looks: Literal["first", "beside", "after"] = field(init=False)
     """When the model is looked at: before the call is run, by another thread while it is run, or after it was launched
-    and while the device computes."""
+    and while something else computes."""
 
     def __post_init__(self) -> None:
         self.looks = "first"
         if not isinstance(self.run, Checked):
             return
         many = self.freshness.watches >= _WORTH_A_THREAD
-        if self.run.only_launches:
+        if self.run.launches:
             self.looks = "after"
         elif self.run.computes_apart and many and has_a_core_left(torch.get_num_threads()):
             self.looks = "beside"
@@ -55,9 +55,13 @@ class Variant:
         if self.looks == "first":
             _refuse(self.why_changed())
             return run_checked(self._way(tensors), tensors, args, kwargs)
-        question = ask_beside(self.why_changed) if self.looks == "beside" else Question(self.why_changed)
-        output = run_checked(self._way(tensors), tensors, args, kwargs)
-        reason = question.answer()
+        way = self._way(tensors)
+        if self.looks == "after" and isinstance(way, Checked) and way.launches:
+            output, reason = way.run_while(self.why_changed, tensors, args, kwargs)
+        else:
+            question = ask_beside(self.why_changed)
+            output = run_checked(way, tensors, args, kwargs)
+            reason = question.answer()
         if reason is not None:
             self.looks = "first"  # nothing is computed in vain a second time
             raise UnsupportedInput(reason)
