@@ -149,6 +149,8 @@ def _plain_geometry(view: GraphView, conv: Call) -> _Geometry | None:
 def _can_run(site: _Site) -> bool:
     """Whether there is a kernel for it."""
     device = site.conv.weight.device
+    if device.type == "cuda" and not torch.backends.cudnn.enabled:
+        return False
     tensors = [
         None if value is None else torch.zeros(value.shape, dtype=value.dtype, device=device)
         for value in (example_value(site.conv.input), example_value(site.residual))
