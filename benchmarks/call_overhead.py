@@ -34,7 +34,7 @@ def main() -> None:
     fast = refold.optimize(model, inputs, backend="onnxruntime", progress=False)
     beside = fast.variants[0]
     before = copy.copy(beside)
-    before.looks = "first"
+    before.looks_first = True
     engine, inside = beside.run, []
 
     def timed(*args: Any) -> Any:
@@ -49,7 +49,7 @@ def main() -> None:
             engine.made, {name: list(given.values())[place].numpy() for place, name in engine.used}, None
         ),
         "looks before": OptimizedModule(fast.original, before),
-        f"looks beside ({'yes' if beside.looks == 'beside' else 'no core is left'})": fast,
+        f"looks beside ({'no core is left' if beside.looks_first else 'yes'})": fast,
     }
     added: dict[str, list[float]] = {name: [] for name in ways}
     with torch.no_grad():

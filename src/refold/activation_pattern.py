@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from refold.aliasing import written_by
+from refold.constants import run_node
 from refold.match import GraphView, why_not_plain
 from refold.purity import name_of
 
@@ -143,14 +143,7 @@ def _evaluate(view: GraphView, source: Node, steps: list[Node]) -> torch.Tensor 
     values: dict[Node, Any] = {source: _POINTS}
     try:
         for node in steps:
-            args: Any = map_arg(node.args, values.__getitem__)
-            kwargs: Any = map_arg(node.kwargs, values.__getitem__)
-            target: Any = node.target
-            if node.op == "call_module":
-                target = view.gm.get_submodule(target)
-            elif node.op == "call_method":
-                target = getattr(torch.Tensor, target)
-            values[node] = target(*args, **kwargs)
+            values[node] = run_node(view.gm, node, values)
     except Exception:
         return None
     made = values[steps[-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -114,20 +115,23 @@ class Constants:
         return order
 
     def _run(self, node: Node) -> Any:
-        if is_device_of_input(node):
-            return _device_of(self.gm, node)
+        return _device_of(self.gm, node) if is_device_of_input(node) else run_node(self.gm, node, self._values)
 
-        def fill(value: Any) -> Any:
-            return self._values[value] if isinstance(value, Node) else value
 
-        args, kwargs = map_aggregate(node.args, fill), map_aggregate(node.kwargs, fill)
-        if node.op == "get_attr":
-            return fetch(self.gm, str(node.target))
-        if node.op == "call_module":
-            return self.gm.get_submodule(str(node.target))(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+def run_node(gm: GraphModule, node: Node, values: Mapping[Node, Any]) -> Any:
+    """What a node gives, from the values of those that it reads."""
+
+    def fill(value: Any) -> Any:
+        return values[value] if isinstance(value, Node) else value
+
+    args, kwargs = map_aggregate(node.args, fill), map_aggregate(node.kwargs, fill)
+    if node.op == "get_attr":
+        return fetch(gm, str(node.target))
+    if node.op == "call_module":
+        return gm.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def is_device_of_input(node: Node) -> bool:

@@ -61,9 +61,13 @@ def tells_layout(node: Node) -> bool:
     """Whether what a call of torch gives depends on how its input lies in memory."""
     if node.op not in ("call_function", "call_method"):
         return False
-    given = (*node.args, *node.kwargs.values())
-    as_other_dtype = node.target in VIEWS and any(isinstance(a, torch.dtype) for a in given)
+    as_other_dtype = node.target in VIEWS and has_dtype(node)
     return as_other_dtype or node.target in NEED_LAYOUT or name_of(node) in _TELL_LAYOUT
+
+
+def has_dtype(node: Node) -> bool:
+    """Whether a call is given a dtype: a view by one reads the same bits as other numbers."""
+    return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
 
 
 def make_reshape(node: Node) -> None:

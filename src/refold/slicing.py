@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch.fx import GraphModule, Node
 
 from refold.aliasing import makes_fresh, written_by
-from refold.layout import NEED_LAYOUT, VIEWS, hands_out, is_foreign, make_reshape
+from refold.layout import NEED_LAYOUT, VIEWS, hands_out, has_dtype, is_foreign, make_reshape
 from refold.match import Call, GraphView
 
 
@@ -29,7 +28,7 @@ def why_not_sliceable(view: GraphView, node: Node) -> str | None:
     for value, reader in aliases(view.gm, node):
         if value in written_by(view.gm, reader):
             return f"{reader.name} writes into its output in place"
-        if reader.target in NEED_LAYOUT or (reader.target in VIEWS and _has_dtype(reader)):
+        if reader.target in NEED_LAYOUT or (reader.target in VIEWS and has_dtype(reader)):
             return f"{reader.name} depends on the memory layout of its output"
     return None
 
@@ -51,10 +50,6 @@ def make_whole_for_others(gm: GraphModule, node: Node, readers: Iterable[Node]) 
     if any(is_foreign(gm, reader) and not hands_out(reader) for reader in readers):
         for reader in [user for user in node.users if not _is_contiguous_call(user)]:
             _read_contiguous(node, reader)
-
-
-def _has_dtype(node: Node) -> bool:
-    return any(isinstance(a, torch.dtype) for a in [*node.args, *node.kwargs.values()])
 
 
 def _is_contiguous_call(node: Node) -> bool:

@@ -132,7 +132,7 @@ def test_old_weights_are_noticed_while_openvino_computes() -> None:
     pytest.importorskip("openvino")
     model = layers(2)
     fast = refold.optimize(model, (X,), backend="openvino", progress=False)
-    assert fast.variants[0].looks == "after"
+    assert fast.variants[0].run.launches and not fast.variants[0].looks_first
     with torch.no_grad():
         fast(X)
         assert not fast.notes

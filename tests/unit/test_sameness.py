@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from refold.executors import Signature
+from refold.executors import Checked, Signature
 from refold.optimizing.freshness import Freshness, read_in_eval
 from refold.optimizing.optimized import OptimizedModule
 from refold.optimizing.sameness import Sameness
@@ -34,11 +34,22 @@ class Net(nn.Module):
         return (self.last(hidden) + self.shift + self.table + self.tables[0]) / self.temperature
 
 
+class Engine(Checked):
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def run_checked(self, tensors: Any, args: Any, kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def run_while(self, look: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
+        return self.run_checked(tensors, args, kwargs), look()
+
+
 def frozen(model: nn.Module, reoptimize: Any = None) -> OptimizedModule:
     """A model that runs as an engine with copies of the weights runs it."""
     freshness = Freshness(read_in_eval(model), None, follows=False)
     report = Report("frozen", ModelSummary("model"))
-    engine = copy.deepcopy(model)
+    engine = Engine(copy.deepcopy(model))
     variant = Variant(Signature.of((X,), {}), None, engine, "engine", freshness, report, sameness=Sameness(model))
     return OptimizedModule(model, variant, reoptimize)
 
@@ -78,7 +89,8 @@ ALTERATIONS: dict[str, Callable[[Any], Any]] = {
 def test_what_is_done_to_the_original_is_noticed(name: str, looks: Any) -> None:
     model = Net().eval()
     fast = frozen(model)
-    fast.variants[0].looks = looks
+    variant = fast.variants[0]
+    variant.run.launches, variant.looks_first = looks == "after", looks == "first"
     with torch.no_grad():
         fast(X)
     assert not fast.notes

@@ -17,8 +17,9 @@ from torch.fx import GraphModule, Node
 from ..aliasing import written_by
 from ..match import Call, GraphView, example_value, match_conv, per_axis
 from ..purity import name_of
-from .fused_linear import DTYPES, activation_of
+from .fusible import DTYPES, activation_of
 
+_Maybe = torch.Tensor | None
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -29,19 +30,14 @@ _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     "SymInt[] stride, SymInt[] padding, SymInt[] dilation) -> Tensor",
 )
 def convolution_relu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
+    x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, *geometry: Any
 ) -> torch.Tensor:
     """`relu(conv(x) + bias + residual)`, channels last."""
     x, weight = _channels_last(x), _channels_last(weight)
     if not x.is_cuda:
-        y = F.conv2d(x, weight, bias, stride, padding, dilation)
+        y = F.conv2d(x, weight, bias, *geometry)
         return _channels_last((y if residual is None else y + residual).relu())
+    stride, padding, dilation = geometry
     if residual is None:
         return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, 1)
     return torch.cudnn_convolution_add_relu(x, weight, residual, 1, bias, stride, padding, dilation, 1)
@@ -49,15 +45,9 @@ def convolution_relu(
 
 @convolution_relu.register_fake
 def _shape_of_convolution_relu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
+    x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, residual: _Maybe, *geometry: Any
 ) -> torch.Tensor:
-    y = F.conv2d(x, weight, bias, stride, padding, dilation)
+    y = F.conv2d(x, weight, bias, *geometry)
     return torch.empty_like(y, memory_format=torch.channels_last)
 
 

@@ -8,18 +8,18 @@ exact GELU they do not know.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.fx import GraphModule, Node
 
 from ..arguments import argument
-from ..match import Call, GraphView, example_value, match_addmm, match_linear, why_not_plain
+from ..layout import has_dtype
+from ..match import Call, GraphView, example_value, match_addmm, match_linear
 from ..purity import name_of
+from .fusible import DTYPES, activation_of
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _VIEWS = ("view", "reshape", "_unsafe_view")
 
 
@@ -44,19 +44,6 @@ def _shape_of_linear_activation(x: torch.Tensor, weight: torch.Tensor, bias: tor
     return x.new_empty(*x.shape[:-1], weight.shape[1])
 
 
-def activation_of(view: GraphView, node: Node) -> Literal["relu", "gelu"] | None:
-    """Whether a node applies ReLU, or GELU by tanh."""
-    if node.op == "call_module":
-        module: Any = view.module(str(node.target))
-        if not isinstance(module, nn.ReLU | nn.GELU) or why_not_plain(module, (nn.ReLU, nn.GELU)) is not None:
-            return None
-        return "relu" if isinstance(module, nn.ReLU) else "gelu" if module.approximate == "tanh" else None
-    name = name_of(node)
-    if name == "gelu":
-        return "gelu" if argument(node, 1, "approximate", "none") == "tanh" else None
-    return "relu" if name in ("relu", "relu_") else None
-
-
 @dataclass(frozen=True)
 class _Site:
     """A linear layer, and the activation behind it or behind views of it."""
@@ -78,7 +65,7 @@ def fuse_linears(gm: GraphModule) -> int:
 def _match(view: GraphView, node: Node) -> _Site | None:
     kind = activation_of(view, node)
     value: Any = node.args[0] if kind is not None and node.args else None
-    while isinstance(value, Node) and len(value.users) == 1 and _only_reshapes(value):
+    while isinstance(value, Node) and len(value.users) == 1 and name_of(value) in _VIEWS and not has_dtype(value):
         value = value.args[0]
     if not isinstance(value, Node) or len(value.users) != 1:
         return None
@@ -90,11 +77,6 @@ def _match(view: GraphView, node: Node) -> _Site | None:
     if read is None or read.dim() < 2 or read.dtype is not weight.dtype or read.dtype not in DTYPES:
         return None
     return _Site(linear, node, gelu=kind == "gelu")
-
-
-def _only_reshapes(node: Node) -> bool:
-    given = [*node.args, *node.kwargs.values()]
-    return name_of(node) in _VIEWS and not any(isinstance(value, torch.dtype) for value in given)
 
 
 def _fuse(gm: GraphModule, site: _Site) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -33,37 +33,33 @@ class Variant:
     sameness: Sameness | None = None
     other_values: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None
     """Why the values of inputs that steer the model's code are not those that it was built for."""
-    looks: Literal["first", "beside", "after"] = field(init=False)
-    """When the model is looked at: before the call is run, by another thread while it is run, or after it was launched
-    and while something else computes."""
+    looks_first: bool = field(init=False)
+    """Whether the model is looked at before a call is run, and not while it computes."""
 
     def __post_init__(self) -> None:
-        self.looks = "first"
-        if not isinstance(self.run, Checked):
-            return
-        many = self.freshness.watches >= _WORTH_A_THREAD
-        if self.run.launches:
-            self.looks = "after"
-        elif self.run.computes_apart and many and has_a_core_left(torch.get_num_threads()):
-            self.looks = "beside"
+        self.looks_first = True
+        if isinstance(self.run, Checked):
+            many = self.freshness.watches >= _WORTH_A_THREAD
+            beside = self.run.computes_apart and many and has_a_core_left(torch.get_num_threads())
+            self.looks_first = not self.run.launches and not beside
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call whose tensors the signature has checked already. `UnsupportedInput` says why it cannot stand for
         the model in this call; nothing was done then that anybody could see."""
         if self.other_values is not None:
             _refuse(self.other_values(args, kwargs))
-        if self.looks == "first":
+        if self.looks_first:
             _refuse(self.why_changed())
             return run_checked(self._way(tensors), tensors, args, kwargs)
         way = self._way(tensors)
-        if self.looks == "after" and isinstance(way, Checked) and way.launches:
+        if isinstance(way, Checked) and way.launches:
             output, reason = way.run_while(self.why_changed, tensors, args, kwargs)
         else:
             question = ask_beside(self.why_changed)
             output = run_checked(way, tensors, args, kwargs)
             reason = question.answer()
         if reason is not None:
-            self.looks = "first"  # nothing is computed in vain a second time
+            self.looks_first = True  # nothing is computed in vain a second time
             raise UnsupportedInput(reason)
         return output
 
