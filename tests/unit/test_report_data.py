@@ -152,6 +152,12 @@ def test_a_spread_that_holds_one_is_no_speed_up() -> None:
     assert "faster" not in str(report)
 
 
+@pytest.mark.parametrize("ratio", [Ratio(1.002, 1.001, 1.003), Ratio(0.998, 0.997, 0.999)])
+def test_what_reads_as_one_is_neither_faster_nor_slower(ratio: Ratio) -> None:
+    text = str(Report("t", ModelSummary("M"), speedup=ratio))
+    assert "no measurable difference (1.00×, between 1.00 and 1.00)" in text
+
+
 def test_a_run_that_kept_the_original_says_so() -> None:
     report = Report("t", ModelSummary("M"), speedup=Ratio(1.0, 1.0, 1.0))
     assert "so the original runs" in str(report)

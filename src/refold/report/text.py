@@ -36,7 +36,7 @@ def speed_sentence(speedup: Ratio | None) -> str:
     if speedup.low == speedup.high == 1:
         return "nothing that was tried is faster beyond the noise, so the original runs"
     spread = f"{speedup.median:.2f}×, between {speedup.low:.2f} and {speedup.high:.2f}"
-    if speedup.low <= 1 <= speedup.high:
+    if speedup.low <= 1 <= speedup.high or round(speedup.median, 2) == 1:
         return f"{NO_GAIN} ({spread})"
     if speedup.median < 1:
         return f"slower ({spread})"

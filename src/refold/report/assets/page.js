@@ -62,9 +62,9 @@ const Refold = (() => {
     return value === 0 ? "0" : value.toExponential(1);
   }
 
-  /** What a ratio means in words: "faster", "slower" or "same" where the spread holds 1. */
+  /** What a ratio means in words: "faster", "slower" or "same" where the spread holds 1, or the ratio reads as 1. */
   function verdict(ratio) {
-    if (ratio.low <= 1 && ratio.high >= 1) return "same";
+    if ((ratio.low <= 1 && ratio.high >= 1) || times(ratio.median) === times(1)) return "same";
     return ratio.median > 1 ? "faster" : "slower";
   }
 
