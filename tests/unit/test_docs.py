@@ -141,3 +141,14 @@ def test_the_example_of_a_transformation_is_short() -> None:
     page = ROOT / "docs" / "writing_a_transformation.md"
     longest = max(block.code.count("\n") for block in blocks_of(page))
     assert 20 < longest < 60, f"the transformation with its test has {longest} lines"
+
+
+def test_the_speeds_that_the_readme_names_are_those_of_the_results():
+    """`benchmarks/plot.py` writes the page from the results; the README is written by hand."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    named = re.search(r"^Eleven models.*?\n\n", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert named is not None
+    means = re.findall(r"best (?:torch.compile mode|of torch.compile and eager) of .*?\*\*(.*?)×.*?lowest (.*?)×", page)
+    (cpu, cpu_lowest), (cpu_with_eager, _), (gpu, gpu_lowest), (gpu_with_eager, _) = means
+    order = [gpu, gpu_lowest, cpu, cpu_lowest, gpu_with_eager, cpu_with_eager]
+    assert re.findall(r"([\d.]+)×", named[0]) == order
