@@ -60,7 +60,8 @@ class _Watched:
     def __call__(self, *args: Any) -> Any:
         if self.original is None and self.freshness.is_fresh():
             return self.fast(*(args[i] for i in self.free))
-        self.original = self.original or self.make_original()
+        if self.original is None:
+            self.original = self.make_original()
         return self.original(*args)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import logging
 import pickle
 import subprocess
 import sys
@@ -843,3 +844,31 @@ def test_a_model_that_runs_other_code_in_an_export_is_captured_as_its_calls_run(
 def test_what_export_and_calls_have_in_common_is_exported_plainly() -> None:
     report = capture_report(trace(nn.Linear(4, 4), seeded(2, 4)))
     assert report.method == "torch.export" and report.attempts == ()
+
+
+class Untruthful(nn.ModuleList):
+    """A model that is an empty container, and so counts as false."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+@pytest.mark.parametrize("model", [Untruthful(), torch.compile(nn.Linear(4, 4)), torch.compile(nn.Sequential())])
+def test_a_model_is_not_asked_whether_it_is_true(model: nn.Module) -> None:
+    x = torch.randn(2, 4)
+    captured = trace(model.eval(), x)
+    with torch.no_grad():
+        assert torch.equal(captured(x), model(x))
+
+
+class Steered(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def test_attempts_that_fail_are_told_by_the_error_alone(caplog: pytest.LogCaptureFixture) -> None:
+    level = logging.getLogger("torch.fx.experimental.symbolic_shapes").level
+    with pytest.raises(CaptureError, match="steers"):
+        trace(Steered(), torch.randn(2, 4))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert logging.getLogger("torch.fx.experimental.symbolic_shapes").level == level

@@ -121,7 +121,7 @@ def run_in_a_row(
     fast_path: bool = False,
 ) -> list[Ran]:
     """Calls one after the other, each from the same random state: later ones find what earlier ones left behind."""
-    model = watched or module
+    model = module if watched is None else watched  # a model may be an empty container, which counts as false
     ran: list[Ran] = []
     with untouched(model) as before, torch.no_grad(), nullcontext() if fast_path else without_fast_path():
         for leaves in examples:

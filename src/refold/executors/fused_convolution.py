@@ -122,7 +122,7 @@ def _added(view: GraphView, add: Node) -> tuple[Node, Node] | None:
 def _plain_geometry(view: GraphView, conv: Call) -> _Geometry | None:
     """Stride, padding and dilation of a convolution of a batch, without groups and with zeros around."""
     module: Any = view.module(conv.path) if conv.path is not None else None
-    given = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups")} if module else {}
+    given = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups") if module is not None}
     given |= conv.settings
     read = example_value(conv.input)
     if read is None or read.dim() != 4 or read.dtype is not conv.weight.dtype or read.dtype not in DTYPES:

@@ -132,5 +132,5 @@ def _session(path: Path) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what it logs as an error, it also raises
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
