@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -216,4 +218,83 @@ def test_how_many_batches_a_norm_saw_is_no_weight():
     model[1].num_batches_tracked.add_(1)
     assert freshness.is_fresh()
     model[1].running_mean.add_(1)
+    assert not freshness.is_fresh()
+
+
+def write_through_data(weight: torch.Tensor) -> None:
+    weight.data.mul_(2)
+
+
+def give_other_memory(weight: torch.Tensor) -> None:
+    weight.data = weight.data * 2
+
+
+UNCOUNTED = [write_through_data, give_other_memory]
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex128])
+def test_what_torch_does_not_count_is_seen_in_copies(write: Callable[[torch.Tensor], None], dtype: torch.dtype):
+    weights = [torch.ones(3, 5).to(dtype).t(), torch.ones(2, dtype=dtype)]
+    counts = [weight._version for weight in weights]
+    freshness = Freshness(weights, None, follows=False)
+    assert freshness.is_fresh()
+    before = weights[1].data
+    write(weights[1])
+    assert [weight._version for weight in weights] == counts
+    assert not freshness.is_fresh() and not freshness.is_fresh()
+    weights[1].data = before
+    assert freshness.is_fresh() is (write is not write_through_data), "the old memory with the old contents"
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_an_engine_does_not_run_with_weights_that_were_written_through_data(write: Callable[[torch.Tensor], None]):
+    pytest.importorskip("onnxruntime")
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.randn(2, 8)
+    optimized = refold.optimize(model, (x,), backend="onnxruntime", progress=False)
+    torch.testing.assert_close(output(optimized, x), output(model, x))
+    assert not fell_back(optimized)
+    write(model[2].weight)
+    assert torch.equal(output(optimized, x), output(model, x)) and fell_back(optimized)
+
+
+def test_merged_weights_that_get_other_memory_are_not_followed(x: torch.Tensor):
+    model = Linears().eval()
+    optimized = merged(model, x)
+    write_through_data(model.query.weight)
+    torch.testing.assert_close(output(optimized, x), output(model, x))
+    assert not fell_back(optimized), "they share their memory"
+    give_other_memory(model.query.weight)
+    torch.testing.assert_close(output(optimized, x), output(model, x))
+    assert fell_back(optimized)
+
+
+def test_weights_of_inference_mode_are_seen_to_change():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        freshness = Freshness(read_in_eval(model), None, follows=False)
+        assert freshness.is_fresh()
+        model[0].weight.mul_(2)
+        assert not freshness.is_fresh()
+
+
+def test_memory_that_is_only_compared_is_not_held_for_ever():
+    weight = nn.Parameter(torch.ones(4))
+    freshness = Freshness([weight], None, follows=False)
+    memory = weakref.ref(weight.untyped_storage())
+    give_other_memory(weight)
+    assert not freshness.is_fresh()
+    gc.collect()
+    assert memory() is None
+
+
+def test_copied_weights_may_move_with_another_graph(x: torch.Tensor):
+    """Merging moves them, contents and all: an engine's copy stays right, and is noticed to be old afterwards."""
+    model = Linears().eval()
+    freshness = Freshness(read_in_eval(model), None, follows=False)
+    address = model.query.weight.data_ptr()
+    optimized = merged(model, x)
+    assert model.query.weight.data_ptr() != address and optimized.graph_module is not None
+    assert freshness.is_fresh()
+    write_through_data(model.query.weight)
     assert not freshness.is_fresh()

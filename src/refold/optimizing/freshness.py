@@ -20,9 +20,9 @@ from refold.fingerprint import same_bits
 from refold.history import history
 from refold.hollow import named_tensors
 from refold.operations import Concatenate, Constant
+from refold.optimizing.sightings import Sighting
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-_Seen = tuple[list[torch.Tensor], list[int | None] | None]
 
 
 class Freshness:
@@ -36,34 +36,30 @@ class Freshness:
         self._weights = weights
         self._held = _followed(weights, gm) if follows else []
         followed = {id(weight) for weight, _ in self._held}
-        watched = [weight for weight in weights if id(weight) not in followed]
-        self._seen: _Seen = (watched, fx_private.versions_of(watched))
+        self._seen = Sighting(weights, [weight for weight in weights if id(weight) not in followed])
         self._operations = operations_done()
 
     @property
     def watches(self) -> int:
-        """How many weights are looked at."""
-        return len(self._seen[0])
+        """How many weights are looked at for their contents."""
+        return self._seen.watches
 
     def is_fresh(self) -> bool:
         """Whether the weights are those of now."""
         if self._operations != operations_done():
             self._look_again()
-        return self._stand_still()
+        return self._seen.still_holds()
 
     def _look_again(self) -> None:
-        """A graph was changed somewhere in this process: see whether the memory is still the same. If not, it is a copy
+        """A graph was changed somewhere in this process, and weights may have moved with it. What was shared is a copy
         from now on; is it a copy of what the weights are now? Other threads ask too, and look themselves until this one
         is done."""
         operations = operations_done()
-        if any(fx_private.address_of(weight) != fx_private.address_of(held) for weight, held in self._held):
-            is_same = self._stand_still() and all(same_bits(weight, held) for weight, held in self._held)
-            self._seen = (self._weights, fx_private.versions_of(self._weights) if is_same else None)
+        if not self._seen.still_there() and self._seen.same_contents():
+            parted = any(fx_private.address_of(weight) != fx_private.address_of(held) for weight, held in self._held)
+            if not parted or all(same_bits(weight, held) for weight, held in self._held):
+                self._seen = Sighting(self._weights, self._weights if parted else self._seen.copied)
         self._operations = operations
-
-    def _stand_still(self) -> bool:
-        watched, versions = self._seen
-        return fx_private.versions_of(watched) == versions
 
 
 def read_in_eval(model: nn.Module) -> list[torch.Tensor]:

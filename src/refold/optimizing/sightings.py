@@ -1,0 +1,77 @@
+"""Weights as they were seen once, and whether they still look the same.
+
+Torch counts what is written into a tensor, but not what is written through its `.data`, nor into tensors that were
+made in inference mode, nor memory that is given to it by `.data = other`. Adapters are merged in these ways, and
+averaged weights swapped in. So it is also looked where each weight lies, and at one entry of it. On other devices than
+the CPU an entry would have to be waited for: there it is not looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from refold import fx_private
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_BITS = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64, 16: ctypes.c_int64}
+_value = attrgetter("value")
+
+
+class Sighting:
+    """Where weights lay, and the contents of those that were copied. It is asked at every call of an optimized model,
+    so it is quick."""
+
+    def __init__(self, weights: list[torch.Tensor], copied: list[torch.Tensor]) -> None:
+        self._weights, self.copied = weights, copied
+        self._places = fx_private.addresses_of(weights)
+        self._counts = fx_private.versions_of(copied)
+        self._entries: _Entries | None = _Entries(copied)
+        self._values = self._entries.values()
+
+    @property
+    def watches(self) -> int:
+        """How many weights are looked at for their contents."""
+        return len(self.copied)
+
+    def still_there(self) -> bool:
+        """Whether all weights lie where they lay."""
+        return fx_private.addresses_of(self._weights) == self._places
+
+    def still_holds(self) -> bool:
+        """Whether all weights lie where they lay, with the contents that were copied."""
+        if fx_private.versions_of(self.copied) != self._counts or not self.still_there():
+            self._entries = None  # memory that nobody uses any more is not held
+            return False
+        if self._entries is None:
+            self._entries = _Entries(self.copied)
+        return self._entries.values() == self._values
+
+    def same_contents(self) -> bool:
+        """Whether the contents are those that were copied, wherever they lie now."""
+        return fx_private.versions_of(self.copied) == self._counts and _Entries(self.copied).values() == self._values
+
+
+class _Entries:
+    """The entry in the middle of each plain tensor on the CPU, read from its own memory, which is held."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        readable = [tensor for tensor in tensors if _can_be_read(tensor)]
+        self._held = [tensor.untyped_storage() for tensor in readable]
+        self._cells = [_BITS[tensor.element_size()].from_address(_middle(tensor)) for tensor in readable]
+
+    def values(self) -> list[int]:
+        return list(map(_value, self._cells))
+
+
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in _PLAIN and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return is_plain and tensor.numel() > 0 and tensor.element_size() in _BITS and bool(fx_private.address_of(tensor))
+
+
+def _middle(tensor: torch.Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.data_ptr() + tensor.element_size() * sum(size // 2 * stride for size, stride in steps)
