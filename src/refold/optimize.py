@@ -22,6 +22,7 @@ from refold.errors import RefoldError
 from refold.executors import Signature, executor_named
 from refold.explaining import hollow_copy
 from refold.history import history
+from refold.optimizing.accurate import grade_outputs, take_back_inaccurate
 from refold.optimizing.all_ones import AllOnes, without_masks_of_ones
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import Inputs, as_call, device_of_call, split
@@ -39,7 +40,7 @@ from refold.report.data import GraphData
 from refold.report.graph import graph_data
 from refold.transformation import Transformation
 from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
-from refold.verify import OutputReference, Verification
+from refold.verify import Graded, OutputReference, Verification
 
 
 def optimize(
@@ -128,6 +129,8 @@ def _build(
     )
     tell("running the float64 reference", 0.5)
     reference = OutputReference.of(model if original is None else original, inputs)
+    if gm is not None:
+        steps, graded = take_back_inaccurate(gm, steps, inputs, reference, level=level, budget=budget)
     choice = choose(
         model,
         model if gm is None else gm,
@@ -143,6 +146,7 @@ def _build(
     notes += choice.notes
     if gm is not None and choice.rewrites_hinder:
         steps = take_back(gm, steps, f"{choice.name} runs the model as fast without the rewrites.")
+        graded = grade_outputs(gm, inputs, reference)
         if choice.follows_weights:  # it reads them from where they lay, and merged ones have just moved
             choice.run = executor_named(choice.name).prepare(gm, args, kwargs)
     weights = [] if choice.name == ORIGINAL else read_in_eval(model)
@@ -160,7 +164,7 @@ def _build(
             budget=budget,
         )
         notes += [str(all_ones)] if str(all_ones) else []
-    exactness = None if gm is None else _exactness(gm, args, kwargs, steps, reference)
+    exactness = None if gm is None else _exactness(steps, graded)
     changes = [] if gm is None else _changes_by_step(gm, steps)
     report = build_report(model, before, gm, steps, changes, choice, exactness, notes)
     freshness = Freshness(weights, gm, follows=choice.follows_weights)
@@ -206,12 +210,10 @@ def _without_cache(model: nn.Module, given: dict[str, Any]) -> str:
     return " If its cache is in the way and not needed: give use_cache=False, in the example and in every call."
 
 
-def _exactness(gm: GraphModule, args: Any, kwargs: Any, steps: list[Step], reference: OutputReference) -> Verification:
-    """What the kept steps found at their sites, and the whole rewritten graph's outputs against the reference."""
-    with torch.no_grad():
-        outputs = reference.grade(gm(*args, **kwargs)).outputs
+def _exactness(steps: list[Step], graded: Graded) -> Verification:
+    """What the kept steps found at their sites, and how the outputs of the whole rewritten graph are graded."""
     kept = [step.verification for step in steps if step.status == "kept" and step.verification is not None]
-    return functools.reduce(Verification.joined, kept, Verification(outputs=outputs))
+    return functools.reduce(Verification.joined, kept, Verification(outputs=graded.outputs))
 
 
 def _part(tell: Callable[[str, float], None], start: float, stop: float) -> Progress:

@@ -331,6 +331,37 @@ def test_what_is_slower_is_taken_back_even_where_a_call_takes_longer_than_the_ti
     assert report.steps[0].status == "taken back" and "slower" in report.steps[0].note
 
 
+def group_normed(offset: float) -> nn.Module:
+    """Images whose mean is far from zero: torch's group norm of channels-last images loses their variance."""
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.GroupNorm(4, 32), nn.ReLU(), nn.Conv2d(32, 8, 3, bias=False))
+    norm, last = nn.BatchNorm2d(8), nn.ReLU()
+    with torch.no_grad():
+        model[0].bias.add_(offset)
+        norm.running_var.uniform_(0.5, 2)
+    return nn.Sequential(*model, norm, last).eval()
+
+
+def test_a_step_that_makes_the_outputs_worse_is_taken_back_and_those_behind_it_are_not(monkeypatch):
+    monkeypatch.setattr(steps, "_measured", lambda *_: None)
+    x, pipeline = torch.randn(2, 3, 32, 32), [refold.ChannelsLast(), refold.FoldBatchNorm(), refold.RemoveNoOps()]
+    model = group_normed(0.0)
+    cards = optimize(model, (x,), backend="plain", pipeline=pipeline, progress=False).report.steps
+    assert [card.status for card in cards] == ["kept", "kept", "no match"]
+    model = group_normed(300.0)
+    reference = copy.deepcopy(model)
+    fast = optimize(model, (x,), backend="plain", pipeline=pipeline, progress=False)
+    cards = fast.report.steps
+    assert [card.status for card in cards] == ["taken back", "kept", "no match"]
+    assert "worse with it: output" in cards[0].note and cards[0].note in str(fast.report)
+    assert fast.report.exactness.grade == "same error class" and cards[1].verification.grade == "right"
+    with torch.no_grad():
+        exact = copy.deepcopy(reference).double()(x.double())
+        assert (fast(x) - exact).abs().max() < 10 * (reference(x) - exact).abs().max()
+    assert fast.restore() is model
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+
+
 @pytest.mark.parametrize(("slowdown", "status"), [(1.002, "kept"), (1.03, "taken back")])
 def test_a_difference_that_luck_with_memory_makes_too_does_not_take_a_rewrite_back(monkeypatch, slowdown, status):
     """On a GPU rounds repeat so well that a thousandth is beyond their noise, either way, for a rewrite that changes

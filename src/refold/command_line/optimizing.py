@@ -24,7 +24,7 @@ from refold.executors.base import why_unavailable
 from refold.optimize import optimize
 from refold.optimizing.optimized import OptimizedModule
 from refold.pipelines import pipeline_to_text, write_pipeline
-from refold.report.data import Report, RewriteCard, Verification
+from refold.report.data import Report, RewriteCard
 from refold.report.text import changed_sentence, duration, exactness_sentence, model_sentence, speed_sentence
 from refold.saving import SaveError
 from refold.transformation import Transformation
@@ -180,14 +180,8 @@ _RUN_COLUMNS: list[str | Column] = [
 def _row(step: RewriteCard) -> tuple[object, ...]:
     gain = "" if step.gain is None else f"{step.gain.median:.2f}×"
     became = f"{step.status}: {step.note}" if step.note else step.status
-    return step.name, became, len(step.sites) or "", len(step.refusals) or "", gain, _grade(step.verification)
-
-
-def _grade(found: Verification | None) -> str:
-    if found is None:
-        return ""
-    unmeasured = found.grade == "not measured"  # each step is checked; the outputs are graded once, at the end
-    return ("right" if found.ok else "wrong") if unmeasured else found.grade
+    grade = "" if step.verification is None else step.verification.grade
+    return step.name, became, len(step.sites) or "", len(step.refusals) or "", gain, grade
 
 
 def _runs(report: Report) -> list[tuple[object, ...]]:

@@ -40,6 +40,8 @@ class Step:
     verification: Verification | None = None
     measurement: Measurement | None = None
     note: str = ""
+    changes: int = 0
+    """How many it added to the module's history, if it was kept."""
 
 
 def take_steps(
@@ -55,7 +57,7 @@ def take_steps(
     steps = []
     for i, transformation in enumerate(pipeline):
         tell(f"trying {type(transformation).__name__}", i / max(1, len(pipeline)))
-        steps.append(_take(gm, transformation, inputs, level=level, budget=budget))
+        steps.append(take(gm, transformation, inputs, level=level, budget=budget))
     return steps
 
 
@@ -65,7 +67,8 @@ def take_back(gm: GraphModule, steps: list[Step], why: str) -> list[Step]:
     return [replace(step, status="taken back", note=why) if step.status == "kept" else step for step in steps]
 
 
-def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, level: str, budget: Budget) -> Step:
+def take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, level: str, budget: Budget) -> Step:
+    """Try one transformation on a module, in place."""
     if budget.used > _REWRITING_SHARE:
         outcome = Result(repr(transformation), note="It was not tried: its share of the time budget was spent.")
         return Step(transformation, "refused", outcome, note=outcome.note)
@@ -95,7 +98,7 @@ def _take(gm: GraphModule, transformation: Transformation, inputs: Inputs, *, le
     if measurement is not None and measurement.slower and measurement.ratio < 1 - _TOO_LITTLE:
         undo(gm, made)
         return Step(transformation, "taken back", outcome, verification, measurement, "It was slower on this machine.")
-    return Step(transformation, "kept", outcome, verification, measurement)
+    return Step(transformation, "kept", outcome, verification, measurement, changes=made)
 
 
 def _bit_identical(before: GraphModule, after: GraphModule, inputs: Inputs) -> bool:

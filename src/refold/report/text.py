@@ -82,6 +82,8 @@ def step_line(step: RewriteCard) -> str:
         parts.append(step.verification.grade)
     if step.refusals:
         parts.append(f"{len(step.refusals)} refused")
+    if step.note:
+        parts.append(step.note)
     return " · ".join(parts)
 
 

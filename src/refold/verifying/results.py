@@ -103,9 +103,10 @@ class Verification:
         return {"right": self.right, "grade": self.grade, "sentence": self.sentence, **asdict(self)}
 
     def summary(self) -> data.Verification:
-        """The short form that a report shows."""
+        """The short form that a report shows. Of steps the outputs are graded once, at the end."""
+        grade = self.grade if self.outputs or not self.sites or not self.right else "right"
         errors = tuple(data.OutputError(o.name, o.error, o.baseline, o.sentence) for o in self.outputs)
-        return data.Verification(self.grade, self.sentence, self.right, errors)
+        return data.Verification(grade, self.sentence, self.right, errors)
 
     def joined(self, other: Verification) -> Verification:
         """Both together."""
