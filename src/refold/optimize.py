@@ -67,6 +67,8 @@ def optimize(
     """
     if on_new_input not in ("fallback", "optimize"):
         raise RefoldError(f"on_new_input must be 'fallback' or 'optimize', not {on_new_input!r}.")
+    if time_budget is not None and not time_budget > 0:
+        raise RefoldError(f"time_budget must be a positive number of seconds, or None, not {time_budget!r}.")
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise RefoldError(f"a torch.nn.Module is needed, and {what} was given.")
@@ -122,6 +124,7 @@ def _build(
     if reason:
         return _as_it_is(model, inputs, backend, reason)
     gm = _captured(model, args, kwargs, notes)
+    budget.traced()
     before = GraphData() if gm is None else graph_data(gm)
     original = None if gm is None else hollow_copy(gm)
     steps = (

@@ -508,3 +508,36 @@ def test_weights_that_were_made_in_inference_mode(frozen):
     with torch.no_grad():
         torch.testing.assert_close(optimized(x), model(x))
     assert optimized.restore() is model
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_a_time_budget_that_is_none_is_refused(seconds):
+    with pytest.raises(RefoldError, match="time_budget must be a positive number"):
+        optimize(make_model(), (torch.randn(2, 5, 16),), time_budget=seconds)
+
+
+class SlowToPrepare(Plain):
+    name = "slow-to-prepare"
+    prepared = 0
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        type(self).prepared += 1
+        return super().prepare(module, args, kwargs)
+
+
+def test_no_executor_is_begun_with_less_time_than_tracing_took(monkeypatch):
+    """Each traces the model again; neither is the winner prepared once more for the graph without rewrites."""
+    monkeypatch.setattr(builtin, "BUILT_IN", (Plain(), SlowToPrepare()))
+    monkeypatch.setattr(Budget, "left", property(lambda self: self._tracing / 2))
+    x = torch.randn(2, 5, 16)
+    report = optimize(make_model(), (x,), time_budget=100, progress=False).report
+    assert {row.name: row.why for row in report.executors}["slow-to-prepare"] == "the time budget was spent"
+    assert SlowToPrepare.prepared == 0
+    optimize(make_model(), (x,), backend="slow-to-prepare", time_budget=100, progress=False)
+    assert SlowToPrepare.prepared == 1
+
+
+def test_a_budget_without_a_limit_is_always_enough():
+    budget = Budget(None)
+    budget.traced()
+    assert budget.is_enough_to_prepare and budget.used == 0

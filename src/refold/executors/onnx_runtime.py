@@ -114,16 +114,17 @@ def _export(plan: EnginePlan, folder: Path, opset: int | None) -> Path:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """The exporter talks on stdout, in warnings and in its log; the library does not."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """The exporter talks on stdout, in warnings and in its logs; the library does not."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _session(path: Path) -> Any:

@@ -79,7 +79,7 @@ def without_masks_of_ones(
     if not ones:
         return ""
     given = " and ".join(ones)
-    if budget.left <= 0:
+    if not budget.is_enough_to_prepare:
         return f"Calls whose {given} is all ones are not treated apart: the time budget was spent."
     twin, tensors = hollow_copy(gm), signature.tensors(args, kwargs)
     for name, place in ones.items():

@@ -11,6 +11,16 @@ class Budget:
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
         self._start = time.monotonic()
+        self._tracing = 0.0
+
+    def traced(self) -> None:
+        """All that was spent so far went into tracing the model."""
+        self._tracing = self.spent
+
+    @property
+    def is_enough_to_prepare(self) -> bool:
+        """Whether there is time to prepare an executor, which traces the model once more at the least."""
+        return self.left > self._tracing
 
     @property
     def spent(self) -> float:
@@ -25,7 +35,7 @@ class Budget:
     @property
     def used(self) -> float:
         """The part of the budget that is spent, from 0; never above 0 without a limit."""
-        return 0.0 if not self.seconds else self.spent / self.seconds
+        return 0.0 if self.seconds is None else self.spent / self.seconds
 
     def share(self, part: float, most: float) -> float:
         """A part of what is left, but no more than `most` seconds."""

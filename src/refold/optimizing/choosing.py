@@ -119,6 +119,8 @@ def _try_without_rewrites(
     level: str,
     budget: Budget,
 ) -> None:
+    if not budget.is_enough_to_prepare:
+        return
     name = choice.name
     ready, grades = prepare_checked({name: executor}, untouched, inputs, reference, level, budget, silent, {})
     if name not in ready or budget.left <= 0:
@@ -157,7 +159,7 @@ def _fewest_rounds(budget: Budget) -> int:
 
 def _why_not_now(executor: Executor, ready: Collection[str], level: str, budget: Budget) -> str | None:
     """Why there is no time for an executor."""
-    if budget.left <= 0:
+    if not budget.is_enough_to_prepare:
         return "the time budget was spent"
     if level == "max":
         return None
