@@ -87,9 +87,10 @@ def optimize(
             try:
                 budget = Budget(time_budget)
                 variant = _build(model, own[1] or own[0], steps, level=level, backend=backend, budget=budget, tell=tell)
+                written = state.changes()
             finally:
                 state.put_back()
-            variant.sameness = None if variant.executor == ORIGINAL else Sameness(model)
+            variant.sameness = None if variant.executor == ORIGINAL else Sameness(model, written)
             return variant
 
     def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:

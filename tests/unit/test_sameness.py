@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import refold
 from refold.executors import Checked, Signature
 from refold.optimizing.freshness import Freshness, read_in_eval
 from refold.optimizing.optimized import OptimizedModule
@@ -20,6 +21,20 @@ from refold.report.data import ModelSummary, Report
 X = torch.randn(3, 4)
 
 
+class Switched(nn.Module):
+    """Plain attributes say what it does, as those of adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled, self.merged, self.scaling, self.function = False, [], {"this": 1.0}, torch.relu
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.function(x - 0.5) * self.scaling["this"]
+        return x + 1 if self.enabled else x + len(self.merged)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -28,9 +43,10 @@ class Net(nn.Module):
         self.register_buffer("shift", torch.randn(4))
         self.table, self.tables = torch.randn(4), [torch.randn(4)]
         self.temperature = 1.0
+        self.switched = Switched()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.drop(self.act(self.norm(self.first(x))))
+        hidden = self.switched(self.drop(self.act(self.norm(self.first(x)))))
         return (self.last(hidden) + self.shift + self.table + self.tables[0]) / self.temperature
 
 
@@ -50,7 +66,8 @@ def frozen(model: nn.Module, reoptimize: Any = None) -> OptimizedModule:
     freshness = Freshness(read_in_eval(model), None, follows=False)
     report = Report("frozen", ModelSummary("model"))
     engine = Engine(copy.deepcopy(model))
-    variant = Variant(Signature.of((X,), {}), None, engine, "engine", freshness, report, sameness=Sameness(model))
+    sameness = Sameness(model, written={"switched.calls"})
+    variant = Variant(Signature.of((X,), {}), None, engine, "engine", freshness, report, sameness=sameness)
     return OptimizedModule(model, variant, reoptimize)
 
 
@@ -81,6 +98,14 @@ ALTERATIONS: dict[str, Callable[[Any], Any]] = {
     "a fused optimizer steps": step_fused,
     "a part trains": lambda m: m.norm.train(),
     "everything is cast": lambda m: m.double(),
+    "a number is set": lambda m: setattr(m, "temperature", 2.0),
+    "a switch is turned": lambda m: setattr(m.switched, "enabled", True),
+    "something is put on a list": lambda m: m.switched.merged.append("this"),
+    "an item is set": lambda m: m.switched.scaling.update(this=2.0),
+    "a function is replaced": lambda m: setattr(m.switched, "function", torch.tanh),
+    "forward is replaced in one module": lambda m: setattr(m, "forward", lambda x: x),
+    "a hook is added": lambda m: m.last.register_forward_hook(lambda module, args, output: output + 1),
+    "a hook comes before": lambda m: m.last.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
 }
 
 
@@ -111,6 +136,82 @@ def test_a_part_that_is_put_back_counts_again() -> None:
     fast.notes.clear()
     fast(X)
     assert not fast.notes
+
+
+def test_a_switch_that_is_turned_back_counts_again() -> None:
+    model = Net().eval()
+    fast = frozen(model)
+    handle = model.norm.register_forward_hook(lambda *_: None)
+    model.switched.merged.append("this")
+    fast(X)
+    assert len(fast.notes) == 1 and "a hook was added" in fast.notes[0]
+    handle.remove()
+    fast(X)
+    assert "switched.merged was set" in fast.notes[1]
+    model.switched.merged.clear()
+    fast.notes.clear()
+    fast(X)
+    assert not fast.notes
+
+
+def test_a_hook_that_was_there_is_missed() -> None:
+    model = Net().eval()
+    handle = model.last.register_forward_hook(lambda module, args, output: output + 1)
+    fast = frozen(model)
+    assert torch.equal(fast(X), model(X)) and not fast.notes
+    handle.remove()
+    assert torch.equal(fast(X), model(X)) and ran_the_original(fast)
+
+
+def test_hooks_of_other_models_change_nothing() -> None:
+    model, other = Net().eval(), Net().eval()
+    fast = frozen(model)
+    other.last.register_forward_hook(lambda *_: None)
+    fast(X)
+    assert not fast.notes
+
+
+def test_what_calls_write_is_no_switch() -> None:
+    model = Net().eval()
+    fast = refold.optimize(model, (X,), backend="plain", progress=False)
+    calls = model.switched.calls
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X[:2]), model(X[:2]))
+    assert model.switched.calls > calls and len(fast.notes) == 1, "another size runs the original"
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X))
+    assert len(fast.notes) == 1
+
+
+def test_hidden_states_that_were_asked_for_once_do_not_slow_it_down() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=20
+    )
+    model, inputs = transformers.BertModel(config).eval(), {"input_ids": torch.randint(0, 20, (1, 4))}
+    fast = refold.optimize(model, inputs, backend="plain", progress=False)
+    with torch.no_grad():
+        assert len(fast(**inputs, output_hidden_states=True).hidden_states) == 2
+        assert any(module._forward_hooks for module in model.modules()), "transformers leaves its hooks there"
+        fast.notes.clear()
+        fast(**inputs)
+    assert not fast.notes
+
+
+def test_adapters_may_be_merged_disabled_and_chosen() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    settings = peft.LoraConfig(target_modules=["0", "2"], init_lora_weights=False)
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), settings).eval()
+    model.add_adapter("other", settings)
+    fast = refold.optimize(model, (X,), backend="plain", progress=False)
+    turns = [model.merge_adapter, model.unmerge_adapter, lambda: model.set_adapter("other"), model.merge_adapter]
+    with torch.no_grad():
+        for turn in turns:
+            turn()
+            torch.testing.assert_close(fast(X), model(X))
+        with model.disable_adapter():
+            torch.testing.assert_close(fast(X), model(X))
+    assert ran_the_original(fast)
 
 
 def test_other_models_that_are_built_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

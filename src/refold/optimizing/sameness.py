@@ -1,4 +1,5 @@
-"""Whether a model still is what it was when something was built from it: the same parts, in the same modes.
+"""Whether a model still is what it was when something was built from it: the same parts, in the same modes, with the
+same hooks and switches.
 
 Torch tells whoever asks about every parameter, buffer and module that is registered, so nothing has to be looked at
 until it does. Modes are plain attributes; they are looked at, in the modules whose results depend on them.
@@ -7,7 +8,7 @@ until it does. Modes are plain attributes; they are looked at, in the modules wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter, is_
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.modules import module as registrations
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from refold.optimizing.switches import Switches
 from refold.purity import MODES_MATTER
 
 _MODAL = (*MODES_MATTER, nn.modules.batchnorm._NormBase)
@@ -26,8 +28,10 @@ _training = attrgetter("training")
 class Sameness:
     """Asked at every call of an optimized model, so it is quick."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, written: Collection[str] = ()) -> None:
+        """`written` are the attributes, by their paths, that calls of the model write."""
         self._model = model
+        self._switches = Switches(model, written)
         self._parts = _parts(model)
         self._modal = [module for module in model.modules() if isinstance(module, _MODAL)]
         self._modes = list(map(_training, self._modal))
@@ -49,7 +53,7 @@ class Sameness:
             return "a module of the original was put into another mode since it was optimized"
         if self._first is not None and not self._first.is_there():
             return "the parameters of the original were swapped, cast or moved since it was optimized"
-        return None
+        return self._switches.why_not()
 
 
 class _First:
