@@ -46,9 +46,10 @@ class Sighting:
         if fx_private.versions_of(self.copied) != self._counts or not self.still_there():
             self._entries = None  # memory that nobody uses any more is not held
             return False
-        if self._entries is None:
-            self._entries = _Entries(self.copied)
-        return self._entries.values() == self._values
+        entries = self._entries  # other threads ask too
+        if entries is None:
+            entries = self._entries = _Entries(self.copied)
+        return entries.values() == self._values
 
     def same_contents(self) -> bool:
         """Whether the contents are those that were copied, wherever they lie now."""
