@@ -19,7 +19,7 @@ from refold.capturing.restoring import untouched
 from refold.capturing.state import State
 from refold.change import Change
 from refold.errors import RefoldError
-from refold.executors import Signature, executor_named
+from refold.executors import Signature, UnsupportedInput, executor_named
 from refold.explaining import hollow_copy
 from refold.history import history
 from refold.optimizing.accurate import grade_outputs, take_back_inaccurate
@@ -36,7 +36,7 @@ from refold.optimizing.reporting import build_report
 from refold.optimizing.sameness import Sameness
 from refold.optimizing.steps import Step, take_back, take_steps
 from refold.optimizing.variant import Variant
-from refold.report.data import GraphData
+from refold.report.data import GraphData, ModelSummary, Report
 from refold.report.graph import graph_data
 from refold.transformation import Transformation
 from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
@@ -146,6 +146,7 @@ def _build(
         level=level,
         budget=budget,
         tell=_part(tell, 0.55, 1.0),
+        as_called=functools.partial(_as_called, model, gm, Signature.of(args, kwargs)),
     )
     notes += choice.notes
     if gm is not None and choice.rewrites_hinder:
@@ -177,6 +178,22 @@ def _build(
     if gm is not None and choice.name != ORIGINAL and has_fixed_values(gm):
         variant.other_values = functools.partial(other_fixed_values, gm)
     return variant
+
+
+def _as_called(
+    model: nn.Module, gm: GraphModule | None, signature: Signature, name: str, run: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A way to run a model, with the looks at its arguments and at the model that a call of the optimized one takes."""
+    freshness = Freshness(read_in_eval(model), gm, follows=executor_named(name).follows_weights)
+    variant = Variant(signature, gm, run, name, freshness, Report("", ModelSummary("")), sameness=Sameness(model))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return variant.run_checked(signature.tensors(args, kwargs), args, kwargs)
+        except UnsupportedInput:  # other contenders write into the model: what is timed is the looking all the same
+            return run(*args, **kwargs)
+
+    return call
 
 
 def _as_it_is(model: nn.Module, inputs: Inputs, backend: str, why: str) -> Variant:

@@ -67,16 +67,20 @@ def choose(
     level: str,
     budget: Budget,
     tell: Callable[[str, float], None],
+    as_called: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda name, run: run,
 ) -> Choice:
     """Prepare, check and time the executors; the fastest correct one wins. Rewrites are measured as plain graphs, and
-    an engine with rewrites of its own may do better without: the winner is tried on the `untouched` graph as well."""
+    an engine with rewrites of its own may do better without: the winner is tried on the `untouched` graph as well.
+    `as_called` gives a way to run the module with all that a call of the optimized model does around it: that is timed,
+    since it costs engines that compute in other threads more than others."""
     wanted = executors(device) if backend == "auto" else {backend: available_executor(backend, device)}
     left_out = unavailable(device) if backend == "auto" else {}
     ready, grades = prepare_checked(wanted, module, inputs, reference, level, budget, tell, left_out)
     if not ready and backend != "auto":
         raise RefoldError(f"the executor {backend} cannot run this model: {left_out[backend]}")
     tell("timing the executors", 0.9)
-    contenders: dict[str, Callable[..., Any]] = {ORIGINAL: original, **ready}
+    contenders: dict[str, Callable[..., Any]] = {ORIGINAL: original}
+    contenders |= {name: as_called(name, run) for name, run in ready.items()}
     seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
     comparison = measure_many(
         contenders, inputs, time_budget=seconds, baseline=ORIGINAL, keep=[ORIGINAL], until_decided=True
@@ -86,7 +90,7 @@ def choose(
     if backend == "auto":
         comparison, name = _winner(comparison, contenders, inputs, budget)
     follows = name == ORIGINAL or wanted[name].follows_weights
-    choice = Choice(name, contenders[name], follows, comparison, left_out, grades)
+    choice = Choice(name, ready.get(name, original), follows, comparison, left_out, grades)
     if untouched is not None and name not in (ORIGINAL, Plain.name):
         tell(f"timing {name} without the rewrites", 0.95)
         _try_without_rewrites(choice, wanted[name], untouched, inputs, reference, level, budget)
