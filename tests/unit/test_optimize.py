@@ -23,6 +23,7 @@ from refold.optimize import optimize
 from refold.optimizing import choosing, reporting, steps
 from refold.optimizing.budget import Budget
 from refold.optimizing.calls import BadExample
+from refold.optimizing.variant import Variant
 from refold.transformation import ReversibleTransformation
 
 
@@ -541,3 +542,13 @@ def test_a_budget_without_a_limit_is_always_enough():
     budget = Budget(None)
     budget.traced()
     assert budget.is_enough_to_prepare and budget.used == 0
+
+
+def test_executors_are_timed_as_they_will_be_called(monkeypatch):
+    def look_long(variant: Variant) -> None:
+        time.sleep(0.005)
+
+    monkeypatch.setattr(Variant, "why_changed", look_long)
+    report = optimize(make_model(), (torch.randn(2, 5, 16),), backend="plain", progress=False).report
+    timings = {bar.name: bar.median for bar in report.timings}
+    assert timings["plain"] > 0.005 > timings["original"]
