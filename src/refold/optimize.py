@@ -19,7 +19,7 @@ from refold.capturing.restoring import untouched
 from refold.capturing.state import State
 from refold.change import Change
 from refold.errors import RefoldError
-from refold.executors import Signature, UnsupportedInput, executor_named
+from refold.executors import Executor, Signature, UnsupportedInput, executor_named
 from refold.explaining import hollow_copy
 from refold.history import history
 from refold.optimizing.accurate import grade_outputs, take_back_inaccurate
@@ -181,11 +181,12 @@ def _build(
 
 
 def _as_called(
-    model: nn.Module, gm: GraphModule | None, signature: Signature, name: str, run: Callable[..., Any]
+    model: nn.Module, gm: GraphModule | None, signature: Signature, executor: Executor, run: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A way to run a model, with the looks at its arguments and at the model that a call of the optimized one takes."""
-    freshness = Freshness(read_in_eval(model), gm, follows=executor_named(name).follows_weights)
-    variant = Variant(signature, gm, run, name, freshness, Report("", ModelSummary("")), sameness=Sameness(model))
+    freshness = Freshness(read_in_eval(model), gm, follows=executor.follows_weights)
+    nothing = Report("", ModelSummary(""))
+    variant = Variant(signature, gm, run, executor.name, freshness, nothing, sameness=Sameness(model))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -28,6 +28,14 @@ SCRIPT = Path(sys.executable).with_name("refold")
 PIPELINE = "refold-pipeline: 1\ntransformations: [MergeLinears]"
 
 
+@pytest.fixture(autouse=True)
+def interrupts_are_heard() -> Iterator[None]:
+    """A shell has whatever it starts in the background ignore interrupts, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+
+
 def start(*arguments: object, **settings: object) -> subprocess.Popen[str]:
     command = [str(SCRIPT), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)  # type: ignore[call-overload, no-any-return]

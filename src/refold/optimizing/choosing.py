@@ -67,7 +67,7 @@ def choose(
     level: str,
     budget: Budget,
     tell: Callable[[str, float], None],
-    as_called: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda name, run: run,
+    as_called: Callable[[Executor, Callable[..., Any]], Callable[..., Any]],
 ) -> Choice:
     """Prepare, check and time the executors; the fastest correct one wins. Rewrites are measured as plain graphs, and
     an engine with rewrites of its own may do better without: the winner is tried on the `untouched` graph as well.
@@ -80,7 +80,7 @@ def choose(
         raise RefoldError(f"the executor {backend} cannot run this model: {left_out[backend]}")
     tell("timing the executors", 0.9)
     contenders: dict[str, Callable[..., Any]] = {ORIGINAL: original}
-    contenders |= {name: as_called(name, run) for name, run in ready.items()}
+    contenders |= {name: as_called(wanted[name], run) for name, run in ready.items()}
     seconds = max(1.0, budget.share(0.5, _MEASURE_SECONDS))
     comparison = measure_many(
         contenders, inputs, time_budget=seconds, baseline=ORIGINAL, keep=[ORIGINAL], until_decided=True
