@@ -146,7 +146,7 @@ def _build(
         level=level,
         budget=budget,
         tell=_part(tell, 0.55, 1.0),
-        as_called=functools.partial(_as_called, model, gm, Signature.of(args, kwargs)),
+        as_called=functools.partial(_as_called, gm, Signature.of(args, kwargs), read_in_eval(model), Sameness(model)),
     )
     notes += choice.notes
     if gm is not None and choice.rewrites_hinder:
@@ -181,12 +181,17 @@ def _build(
 
 
 def _as_called(
-    model: nn.Module, gm: GraphModule | None, signature: Signature, executor: Executor, run: Callable[..., Any]
+    gm: GraphModule | None,
+    signature: Signature,
+    weights: list[torch.Tensor],
+    sameness: Sameness,
+    executor: Executor,
+    run: Callable[..., Any],
 ) -> Callable[..., Any]:
     """A way to run a model, with the looks at its arguments and at the model that a call of the optimized one takes."""
-    freshness = Freshness(read_in_eval(model), gm, follows=executor.follows_weights)
+    freshness = Freshness(weights, gm, follows=executor.follows_weights)
     nothing = Report("", ModelSummary(""))
-    variant = Variant(signature, gm, run, executor.name, freshness, nothing, sameness=Sameness(model))
+    variant = Variant(signature, gm, run, executor.name, freshness, nothing, sameness=sameness)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -296,6 +296,7 @@ class DislikesRewrites(Plain):
 
 
 def test_rewrites_that_the_chosen_executor_runs_slower_are_taken_back(monkeypatch):
+    monkeypatch.setattr(steps, "_measured", lambda *_: None)  # of layers this small, the noise decides
     monkeypatch.setattr(builtin, "BUILT_IN", (*builtin.BUILT_IN, DislikesRewrites()))
     model, x = make_model(), torch.randn(2, 5, 16)
     fast = optimize(model, (x,), backend="dislikes-rewrites", progress=False)

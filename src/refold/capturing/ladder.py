@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,8 +17,9 @@ from refold.capturing.hidden_export import hidden_export
 from refold.capturing.module import Captured
 from refold.capturing.restoring import SWITCHES
 from refold.capturing.whole import PLAIN_EXPORT, NotCaptured, Way, capture_whole
+from refold.quiet import quiet
 
-_TRACER_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+_TRACER_LOG = "torch.fx.experimental.symbolic_shapes"
 _FIXED = "with values that steer Python fixed or opened"
 
 
@@ -30,7 +30,7 @@ def climb(
     exporter; classic fx. Raises with all reasons."""
     switches: Mapping[str, Any] = {} if whole_result else SWITCHES
     try:
-        with _quiet():
+        with quiet(_TRACER_LOG):  # what it logs of attempts that fail is in the error that names them all
             return _climb(model, args, kwargs, dynamic, switches)
     except NeverCapturable as error:
         raise NeverCapturable(
@@ -58,17 +58,6 @@ def _climb(
         return capture_classic(model, args, kwargs, dynamic, failures, switches)
     except NotCaptured:
         raise _error(model, failures) from cause
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What the tracer logs of attempts that fail is in the error that names them all, or of no interest."""
-    level = _TRACER_LOG.level
-    _TRACER_LOG.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        _TRACER_LOG.setLevel(level)
 
 
 def _ways(model: nn.Module) -> Iterator[Way]:

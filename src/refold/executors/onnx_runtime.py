@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..quiet import quiet
 from .base import Executor, PreparationFailed, Runner, first_line, refuse_training
 from .engine import EnginePlan, plan_for_engine
 
@@ -115,16 +115,10 @@ def _export(plan: EnginePlan, folder: Path, opset: int | None) -> Path:
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """The exporter talks on stdout, in warnings and in its logs; the library does not."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+    logs = quiet("torch.onnx", "onnxscript", "onnx_ir")
+    with logs, contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _session(path: Path) -> Any:
