@@ -98,6 +98,11 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name, None) for name in _HOOKS)
 
 
+def has_global_hooks() -> bool:
+    """Whether anything is hooked onto the calls of all modules, or torch cannot tell."""
+    return bool(getattr(nn.modules.module, "_has_any_global_hook", lambda: True)())
+
+
 def loads_by_itself(module: nn.Module) -> bool:
     """Whether a module has a way of its own to load its part of a checkpoint."""
     own = (type(module)._load_from_state_dict, type(module).set_extra_state)
@@ -428,18 +433,28 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int | None]:
 
 
 _transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
-
-
-def is_transformed() -> bool:
-    """Whether a transform of torch.func (vmap, grad, jvp) or forward-mode differentiation is under way here; it is
-    asked at every call of an optimized model, so it is quick. To dynamo, every answer of torch's is something."""
-    if forward_ad._current_level >= 0:
-        return True
-    return _transforms() is not None and not torch.compiler.is_dynamo_compiling()
+_trace = getattr(torch._C, "_get_tracing_state", lambda: None)
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-"""Whether autocast is on for any kind of device, or torch cannot tell; asked at every call of an optimized model."""
+"""Whether autocast is on for any kind of device, or torch cannot tell."""
+
+
+def is_plain() -> bool:
+    """Whether operations just compute here: nobody observes them, and there is no autocast. It is asked at every call
+    of an optimized model, so it is quick, and one question. To dynamo, every answer of torch's is something."""
+    if _transforms() is None and _trace() is None and not _modes() and not is_autocast_on():
+        return forward_ad._current_level < 0
+    return False
+
+
+def is_observed() -> bool:
+    """Whether operations do more here than compute: a transform of torch.func (vmap, grad, jvp), forward-mode
+    differentiation, a trace of torch.jit, or a mode that sees every operation (make_fx, a counter of them)."""
+    if torch.compiler.is_dynamo_compiling():
+        return forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0 or _transforms() is not None or _trace() is not None or bool(_modes())
 
 
 raw_stream: Callable[[int], int] = getattr(

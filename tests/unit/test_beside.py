@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 import refold
-from refold.executors import Checked, Signature, executor_named
-from refold.optimizing import beside, variant
-from refold.optimizing.beside import Question, ask_beside, has_a_core_left
+from refold.executors import Checked, Signature, beside, executor_named, onnx_runtime
+from refold.executors.beside import Question, ask_beside, has_a_core_left
 from refold.optimizing.freshness import Freshness, read_in_eval
 from refold.optimizing.optimized import OptimizedModule
 from refold.optimizing.sameness import Sameness
@@ -32,7 +31,7 @@ LAYERS = 40
 class Engine(Checked):
     """Computes with copies of the weights and leaves Python to others for a while."""
 
-    computes_apart = True
+    hides_looks_from = 64
 
     def __init__(self, model: nn.Module, seconds: float = 0.02) -> None:
         self.copy, self.seconds, self.runs = copy.deepcopy(model), seconds, 0
@@ -41,6 +40,16 @@ class Engine(Checked):
         self.runs += 1
         time.sleep(self.seconds)
         return self.copy(*args, **kwargs)
+
+    def run_while(self, look: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
+        question = ask_beside(look)
+        return self.run_checked(tensors, args, kwargs), question.answer()
+
+
+class Device(Engine):
+    """Computes by itself once it is launched."""
+
+    hides_looks_from = 0
 
     def run_while(self, look: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
         return self.run_checked(tensors, args, kwargs), look()
@@ -70,11 +79,6 @@ def built(model: nn.Module, engine: Any) -> tuple[OptimizedModule, Watched]:
     return OptimizedModule(model, made), watched
 
 
-@pytest.fixture(autouse=True)
-def spare_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variant, "has_a_core_left", lambda busy: True)
-
-
 @torch.no_grad()
 def test_another_thread_looks_while_the_engine_computes() -> None:
     model = layers()
@@ -101,8 +105,7 @@ def test_what_was_computed_with_old_weights_is_thrown_away_and_not_computed_agai
 def test_what_only_launches_is_launched_before_anybody_looks() -> None:
     """A device computes by itself: there is time to look, and no thread is needed."""
     model = layers(2)
-    engine = Engine(model, seconds=0)
-    engine.computes_apart, engine.launches = False, True
+    engine = Device(model, seconds=0)
     fast, watched = built(model, engine)
     runs_when_asked: list[int] = []
     ask = watched.why_not
@@ -132,7 +135,7 @@ def test_old_weights_are_noticed_while_openvino_computes() -> None:
     pytest.importorskip("openvino")
     model = layers(2)
     fast = refold.optimize(model, (X,), backend="openvino", progress=False)
-    assert fast.variants[0].run.launches and not fast.variants[0].looks_first
+    assert not fast.variants[0].looks_first
     with torch.no_grad():
         fast(X)
         assert not fast.notes
@@ -140,14 +143,13 @@ def test_old_weights_are_noticed_while_openvino_computes() -> None:
         assert torch.equal(fast(X), model(X)) and len(fast.notes) == 1
 
 
-@pytest.mark.parametrize("why", ["few weights", "no core", "an engine inside Python"])
+@pytest.mark.parametrize("why", ["few weights", "an engine inside Python"])
 @torch.no_grad()
-def test_where_it_does_not_pay_the_caller_looks_first(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why == "no core":
-        monkeypatch.setattr(variant, "has_a_core_left", lambda busy: False)
+def test_where_it_does_not_pay_the_caller_looks_first(why: str) -> None:
     model = layers(2 if why == "few weights" else LAYERS)
     engine = Engine(model)
-    engine.computes_apart = why != "an engine inside Python"
+    if why == "an engine inside Python":
+        engine.hides_looks_from = None
     fast, watched = built(model, engine)
     assert torch.equal(fast(X), model(X))
     assert watched.asked_by == [threading.current_thread().name]
@@ -155,12 +157,30 @@ def test_where_it_does_not_pay_the_caller_looks_first(why: str, monkeypatch: pyt
     assert torch.equal(fast(X), model(X)) and engine.runs == 1
 
 
+@pytest.mark.parametrize("cores, seconds, beside", [(1, 1e-9, True), (0, 1e-9, False), (1, 10.0, False)])
+def test_onnx_runtime_has_the_model_looked_at_beside(
+    cores: int, seconds: float, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a core is left, and if it does not compute for too short a time."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(onnx_runtime, "has_a_core_left", lambda busy: bool(cores))
+    monkeypatch.setattr(onnx_runtime, "_WAKING", seconds)
+    model = layers()
+    fast = refold.optimize(model, (X,), backend="onnxruntime", progress=False)
+    assert fast.variants[0].looks_first is not beside
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), copy.deepcopy(model)(X))
+        assert not fast.notes
+        model[7].bias.add_(1)
+        assert torch.equal(fast(X), copy.deepcopy(model)(X)) and len(fast.notes) == 1
+
+
 @pytest.mark.parametrize("trouble", ["late", "cannot start"])
 @torch.no_grad()
 def test_nobody_waits_for_the_thread(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     helper = beside._Helper()
     if trouble == "late":
-        helper._has_started = True  # and nobody takes the questions
+        helper.has_started = True  # and nobody takes the questions
     else:
         monkeypatch.setattr(beside.threading, "Thread", cannot_start)
     monkeypatch.setattr(beside, "_helper", helper)
@@ -252,6 +272,17 @@ def ask_in_child(answers: Any) -> None:
     names: SimpleQueue[str] = SimpleQueue()
     ask_beside(lambda: names.put(threading.current_thread().name))
     answers.put(names.get(timeout=10))
+
+
+def test_what_is_done_afterwards_is_done_by_the_thread_alone() -> None:
+    done: list[str] = []
+    question = ask_beside(lambda: None, lambda: done.append(threading.current_thread().name))
+    question.answer()
+    wait_for(lambda: done == ["refold-beside"])
+    ask_beside(lambda: None, lambda: done.append("" + 1))  # type: ignore[operator]
+    again = ask_beside(lambda: None, lambda: done.append("after an error"))
+    again.answer()
+    wait_for(lambda: done == ["refold-beside", "after an error"])
 
 
 def test_a_question_is_answered_once() -> None:

@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 import refold
 from refold.executors import PreparationFailed, Signature, UnsupportedInput, executor_named
@@ -115,3 +118,41 @@ def test_to_be_compiled_is_no_transform():
     fast = refold.optimize(Sum().eval(), (X,), backend="plain", progress=False, time_budget=2)
     torch.testing.assert_close(torch.compile(fast, backend="eager")(X), fast(X))
     assert not fast.notes
+
+
+@pytest.mark.parametrize("backend", ["plain", "compile-freezing", "onnxruntime", "openvino"])
+@torch.no_grad()
+def test_who_traces_an_optimized_model_traces_the_original(backend: str):
+    """An engine's outputs would be constants in the trace."""
+    if backend in ("onnxruntime", "openvino"):
+        pytest.importorskip(backend)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval().requires_grad_(False)
+    fast = refold.optimize(model, (X,), backend=backend, progress=False, time_budget=2)
+    other = torch.randn(2, 3)
+    expected = copy.deepcopy(model)(other)
+    torch.testing.assert_close(torch.jit.trace(lambda x: fast(x), X)(other), expected)
+    torch.testing.assert_close(make_fx(fast)(X)(other), expected)
+    with FlopCounterMode(display=False) as counter:
+        fast(X)
+    assert counter.get_total_flops() > 0
+    torch.testing.assert_close(fast(other), expected)
+
+
+@torch.no_grad()
+def test_hooks_of_an_optimized_model_are_called():
+    fast = refold.optimize(nn.Linear(3, 3).eval(), (X,), backend="plain", progress=False, time_budget=2)
+    expected, called = fast(X), []
+    before = fast.register_forward_pre_hook(lambda module, args: called.append("before"))
+    after = fast.register_forward_hook(lambda module, args, output: called.append("after") or output + 1)
+    assert torch.equal(fast(X), expected + 1) and called == ["before", "after"]
+    before.remove()
+    after.remove()
+    everywhere = register_module_forward_hook(lambda module, args, output: called.append(type(module).__name__))
+    fast(X)
+    assert called[2:] and called[-1] == "OptimizedModule"
+    everywhere.remove()
+    called.clear()
+    assert torch.equal(fast(X), expected) and torch.equal(fast(X), expected) and not called
+    again = fast.register_forward_hook(lambda module, args, output: output + 2)
+    assert torch.equal(fast(X), expected + 2)
+    again.remove()

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from refold import fx_private
 from refold.snapshot import Snapshot
@@ -177,11 +179,12 @@ def test_codegen() -> None:
     assert gm.code == code
 
 
-def test_transforms_are_seen():
+def test_who_observes_operations_is_seen():
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(fx_private.is_transformed())
+        assert fx_private.is_plain() is not fx_private.is_observed()
+        seen.append(fx_private.is_observed())
         return x.sum()
 
     look(torch.ones(2))
@@ -190,5 +193,23 @@ def test_transforms_are_seen():
     torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
     with torch.autograd.forward_ad.dual_level():
         look(torch.ones(2))
+    torch.jit.trace(look, torch.ones(2), check_trace=False)
+    make_fx(look)(torch.ones(2))
+    with FlopCounterMode(display=False):
+        look(torch.ones(2))
     look(torch.ones(2))
-    assert seen == [False, True, True, True, True, False]
+    assert seen == [False, *[True] * 7, False]
+
+
+def test_autocast_is_not_plain():
+    assert fx_private.is_plain()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not fx_private.is_plain() and not fx_private.is_observed()
+
+
+def test_global_hooks_are_seen():
+    assert not fx_private.has_global_hooks()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    assert fx_private.has_global_hooks()
+    handle.remove()
+    assert not fx_private.has_global_hooks()

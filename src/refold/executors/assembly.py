@@ -58,16 +58,22 @@ def _is_model_output(example: Any) -> bool:
 
 
 def _model_output_maker(example: Any, places: dict[int, int]) -> Make:
-    cls, keys = type(example), list(example)
-    attributes = [(name, _maker(value, places)) for name, value in vars(example).items()]
+    cls, keys, attributes = type(example), list(example), vars(example).copy()
+    direct = [(name, places[id(value)]) for name, value in attributes.items() if id(value) in places]
+    others = [(name, _maker(value, places)) for name, value in attributes.items() if id(value) not in places]
+    nested = [(name, maker) for name, maker in others if not isinstance(attributes[name], CONSTANTS)]
+    new, put = OrderedDict.__new__, OrderedDict.__setitem__
 
     def make(tensors: Sequence[torch.Tensor]) -> Any:
-        made = OrderedDict.__new__(cls)
-        state = vars(made)
-        for name, attribute in attributes:
-            state[name] = attribute(tensors)
+        made = new(cls)
+        state = made.__dict__
+        state.update(attributes)
+        for name, place in direct:
+            state[name] = tensors[place]
+        for name, maker in nested:
+            state[name] = maker(tensors)
         for key in keys:
-            OrderedDict.__setitem__(made, key, state[key])
+            put(made, key, state[key])
         return made
 
     return make

@@ -58,11 +58,9 @@ class Checked:
     """A prepared callable that can be told that its input was checked. (No ABC: those are slow to recognise.)"""
 
     signature: Signature
-    computes_apart: bool = False
-    """Whether it computes outside Python, in the thread of its caller, lets other threads of Python run meanwhile, and
-    has no effect but its output."""
-    launches: bool = False
-    """Whether something else than the thread of its caller computes, and has no effect but the output: `run_while`."""
+    hides_looks_from: int | None = None
+    """From how many weights on a look at them is better had by `run_while` than before a call; None where it is not.
+    What is computed while somebody looks may be thrown away, so it must have no effect but its output."""
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with these arguments, whose tensors the signature gave."""
@@ -71,8 +69,7 @@ class Checked:
     def run_while(
         self, look: Callable[[], T], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, T]:
-        """Run a call as `run_checked` does, and look at something as soon as it is launched: the output, and what was
-        seen."""
+        """Run a call as `run_checked` does, and look at something while it computes: the output, and what was seen."""
         raise NotImplementedError
 
 

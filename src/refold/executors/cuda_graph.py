@@ -74,7 +74,7 @@ class CudaGraph(Executor):
 class GraphRunner(Checked):
     """Finds the graph of a call's signature; where there is none, the executor's settings say what to do."""
 
-    launches = True
+    hides_looks_from = 0
 
     def __init__(self, executor: CudaGraph, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.executor = executor

@@ -33,15 +33,16 @@ class Outputs:
 
     def fresh(self) -> list[torch.Tensor]:
         """New memory at every call: what was returned before is never overwritten."""
-        return [torch.empty(shape, dtype=dtype) for shape, dtype in self.shapes]
+        return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self.shapes]
 
     def build(self, computed: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        if not self._as_computed:
+        if not self.are_as_computed:
             computed = [computed[source] if source >= 0 else inputs[-1 - source] for source in self.sources]
         return self._assemble(computed)
 
     @cached_property
-    def _as_computed(self) -> bool:
+    def are_as_computed(self) -> bool:
+        """Whether they are what the engine computes, in its order."""
         return self.sources == tuple(range(len(self.sources)))
 
     @cached_property
@@ -58,6 +59,8 @@ class EnginePlan:
     tensors: list[torch.Tensor]
     expected: list[torch.Tensor]
     outputs: Outputs
+    has_fixed_sizes: bool
+    """Whether no output has a size that depends on values."""
 
     def unwritten(self) -> list[torch.Tensor]:
         """Output memory for the check: what the engine fails to write stays NaN."""
@@ -96,19 +99,15 @@ def plan_for_engine(
                 exported = torch.export.export(flat, tuple(tensors), strict=False)
         except Exception as error:
             raise PreparationFailed(f"{engine} needs torch.export, which failed: {first_line(error)}.") from error
-    _refuse_values(layout, *flat.traced.output, engine, open_sizes)
+    traced, values = flat.traced.output
+    if not layout.same_constants(traced):  # in a trace, a number that is computed from values has no value yet
+        raise PreparationFailed(f"{engine} gives tensors only, and the module computes another output from values.")
+    has_fixed_sizes = all(isinstance(size, int) for value in values for size in value.shape)
+    if not open_sizes and not has_fixed_sizes:
+        raise PreparationFailed(f"{engine} is built for fixed sizes, and the size of an output depends on values.")
     expected = [outputs[index].detach().clone() for index in kept]
     shapes = tuple((value.shape, value.dtype) for value in expected)
-    return EnginePlan(signature, exported, tensors, expected, Outputs(layout, sources, shapes))
-
-
-def _refuse_values(layout: Layout, traced: Layout, tensors: list[torch.Tensor], engine: str, open_sizes: bool) -> None:
-    """Refuse outputs besides tensors that are computed from values: they would stay as they were on the example. In a
-    trace such a number has no value yet; one that depends on nothing but shapes has."""
-    if not layout.same_constants(traced):
-        raise PreparationFailed(f"{engine} gives tensors only, and the module computes another output from values.")
-    if not open_sizes and any(not isinstance(size, int) for tensor in tensors for size in tensor.shape):
-        raise PreparationFailed(f"{engine} is built for fixed sizes, and the size of an output depends on values.")
+    return EnginePlan(signature, exported, tensors, expected, Outputs(layout, sources, shapes), has_fixed_sizes)
 
 
 def _sources(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from ..quiet import quiet
-from .base import Executor, PreparationFailed, Runner, first_line, refuse_training
+from .base import Executor, PreparationFailed, Runner, T, first_line, refuse_training
+from .beside import ask_beside, has_a_core_left
 from .engine import EnginePlan, plan_for_engine
+from .ready_outputs import ReadyOutputs, ready_outputs
 
 _TYPES = frozenset(
     (
@@ -24,6 +27,8 @@ _TYPES = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     )
 )
+_WORTH_A_THREAD = 64  # weights: to wake a thread takes about as long as to look at so many
+_WAKING = 1e-4  # seconds: an engine that is done before another thread is awake has to wait for it
 
 
 class OnnxRuntime(Executor):
@@ -51,6 +56,7 @@ class OnnxRuntime(Executor):
                 session = _session(_export(plan, Path(folder), self.opset))
             runner = SessionRunner(plan, module, session)
             plan.check(runner.compute(plan.tensors))
+            runner.use_spare_core(plan, session)
         except PreparationFailed:
             raise
         except Exception as error:
@@ -60,9 +66,7 @@ class OnnxRuntime(Executor):
 
 class SessionRunner(Runner):
     """Runs on the memory of the caller's tensors. The engine hands out new arrays at every call; binding memory of our
-    own instead took longer."""
-
-    computes_apart = True
+    own instead took longer. It computes in the caller's thread and leaves Python to others."""
 
     def __init__(self, plan: EnginePlan, module: nn.Module, session: Any) -> None:
         super().__init__(plan.signature, module)
@@ -71,20 +75,54 @@ class SessionRunner(Runner):
         names = {node.name for node in session.get_inputs()}
         self.used = [(index, _input_name(index)) for index in range(len(plan.tensors)) if _input_name(index) in names]
         self.made = [_output_name(index) for index in range(len(plan.expected))]
+        self.ready_outputs: ReadyOutputs | None = None
+
+    def use_spare_core(self, plan: EnginePlan, session: Any) -> None:
+        """Let another thread look at the model and make outputs ready, if it has a core, and the time."""
+        if has_a_core_left(torch.get_num_threads()) and self._takes(_WAKING, plan.tensors):
+            self.hides_looks_from = _WORTH_A_THREAD
+            self.ready_outputs = ready_outputs(plan, session, self.used, self.made)
+
+    def _takes(self, seconds: float, tensors: list[torch.Tensor]) -> bool:
+        for _ in range(3):
+            started = time.perf_counter()
+            self.compute(tensors)
+            took = time.perf_counter() - started
+            if not seconds < took < 10 * seconds:  # else once more: it may have been disturbed
+                break
+        return took > seconds
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         return self.outputs.build(self.compute(tensors), tensors)
 
+    def run_while(
+        self, look: Callable[[], T], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, T]:
+        # It is asked at the last moment: a thread that is woken while Python is held has to be woken again.
+        outputs = self.ready_outputs
+        if outputs is None:
+            feeds = self._feeds(tensors)
+            question = ask_beside(look)
+            computed = list(map(torch.from_numpy, self.compute_arrays(self.made, feeds, None)))
+            return self.outputs.build(computed, tensors), question.answer()
+        ready = outputs.take()
+        copies = outputs.feed(ready, tensors)
+        question = ask_beside(look, outputs.make)
+        output = outputs.compute(ready, tensors)
+        del copies
+        return output, question.answer()
+
     def compute(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        feeds = {name: _as_array(tensors[index]) for index, name in self.used}
-        return list(map(torch.from_numpy, self.compute_arrays(self.made, feeds, None)))
+        return list(map(torch.from_numpy, self.compute_arrays(self.made, self._feeds(tensors), None)))
 
-
-def _as_array(tensor: torch.Tensor) -> Any:
-    try:
-        return tensor.numpy()
-    except RuntimeError:  # it requires gradients, or is to be negated when it is read
-        return tensor.detach().resolve_neg().numpy()
+    def _feeds(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
+        feeds = {}
+        for index, name in self.used:
+            try:
+                feeds[name] = tensors[index].numpy()
+            except RuntimeError:  # it requires gradients, or is to be negated when it is read
+                feeds[name] = tensors[index].detach().resolve_neg().numpy()
+        return feeds
 
 
 def _input_name(index: int) -> str:

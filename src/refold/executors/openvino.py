@@ -49,7 +49,7 @@ class RequestRunner(Runner):
     """Runs on the memory of the caller's tensors and writes into fresh outputs: nothing is copied. The engine computes
     in a thread of its own."""
 
-    launches = True
+    hides_looks_from = 0
 
     def __init__(self, plan: EnginePlan, module: nn.Module, compiled: Any) -> None:
         super().__init__(plan.signature, module)

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import RefoldError
-from ..fx_private import is_autocast_on, is_transformed
+from ..fx_private import is_autocast_on, is_observed, is_plain
 from .tree import CONSTANTS, Layout, Structure, flatten, same_constant
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # a subclass may compute anything
+_NO_AUTOCAST = (None, None)
 
 
 class UnsupportedInput(RefoldError):
@@ -58,11 +59,14 @@ class Signature:
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call in order, after checking that it is the call this was made of."""
-        leaves = self._leaves(args, kwargs)
-        if is_transformed():
-            raise UnsupportedInput("It is called in a transform of torch.func or in forward-mode differentiation.")
+        # written out, without helpers: this runs at every call, and after a call no code is in the processor's cache
+        if not is_plain() or self.autocast != _NO_AUTOCAST:
+            self._refuse_surroundings()
+        if self.is_flat and len(args) == self.positional and tuple(kwargs) == self.names:
+            leaves = [*args, *kwargs.values()]
+        else:
+            leaves = self._leaves(args, kwargs)
         for leaf, built_for in zip(leaves, self.leaves, strict=True):
-            # written out, without helpers: this runs at every call
             if type(leaf) in _PLAIN_TENSORS:
                 try:
                     is_same = (leaf.shape, leaf.dtype, leaf.device, leaf.layout) == built_for
@@ -72,9 +76,16 @@ class Signature:
                 is_same = leaf is built_for or same_constant(leaf, built_for)
             if not is_same:
                 raise UnsupportedInput(f"It was built for {_describe(built_for)} and was given {_describe(leaf)}.")
+        return leaves if len(self.places) == len(leaves) else [leaves[place] for place in self.places]
+
+    def _refuse_surroundings(self) -> None:
+        if is_observed():
+            raise UnsupportedInput(
+                "It is called in a transform of torch.func, in forward-mode differentiation, in a trace, or in a mode "
+                "that sees every operation."
+            )
         if autocast_state() != self.autocast:
             raise UnsupportedInput("Autocast is switched otherwise than when it was built.")
-        return [leaves[place] for place in self.places]
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         same_names = tuple(kwargs) == self.names or kwargs.keys() == set(self.names)
@@ -104,7 +115,7 @@ def example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, L
 def autocast_state() -> tuple[torch.dtype | None, torch.dtype | None]:
     """What autocast casts to on CPUs and on GPUs; None where it is off."""
     if not is_autocast_on():
-        return None, None
+        return _NO_AUTOCAST
     cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return cpu, torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils.hooks import RemovableHandle
 
+from refold import fx_private
 from refold.executors import UnsupportedInput
 from refold.executors.base import first_line
 from refold.executors.tree import flatten
@@ -48,49 +50,56 @@ class OptimizedModule(nn.Module):
         hidden["variants"] = [variant]
         hidden["notes"] = []
         hidden["_reoptimize"] = reoptimize
+        hidden["_hooks_seen"] = None
         hidden["forward"] = _signed_like(original.forward, self._forward)
         self.__dict__["training"] = original.training
 
     # --- running ---------------------------------------------------------------------------------------------------
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As every module is called, by a shorter way while no hook was added anywhere."""
+        if self._hooks_seen == RemovableHandle.next_id:
+            return self._forward(*args, **kwargs)
+        seen = RemovableHandle.next_id
+        if not fx_private.has_hooks(self) and not fx_private.has_global_hooks():
+            self.__dict__["_hooks_seen"] = seen
+        return super().__call__(*args, **kwargs)
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.original.training:
             return self._fall_back("the model is in training mode", args, kwargs)
-        found = self._find(args, kwargs)
-        if isinstance(found, str):
-            return self._fall_back(found, args, kwargs)
-        variant, tensors = found
-        try:
-            if not torch.is_grad_enabled():
-                return variant.run_checked(tensors, args, kwargs)
-            with torch.no_grad():
-                return variant.run_checked(tensors, args, kwargs)
-        except UnsupportedInput as unsupported:  # nothing was done that anybody could see
-            return self._fall_back(str(unsupported), args, kwargs)
-
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, list[torch.Tensor]] | str:
-        """The variant for a call and the tensors among its arguments, or why there is none."""
         reason = "it was restored"
         for variant in self.variants:
             try:
                 tensors = variant.signature.tensors(args, kwargs)
+                break
             except UnsupportedInput as unsupported:
                 reason = str(unsupported)
-                continue
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-                return "gradients of an input are asked for"
-            return variant, tensors
-        if self._reoptimize is None or not self.variants:
-            return reason
-        return self._optimize_again(args, kwargs, reason)
+        else:
+            found = self._optimize_again(args, kwargs, reason)
+            if isinstance(found, str):
+                return self._fall_back(found, args, kwargs)
+            variant, tensors = found
+        try:
+            if not torch.is_grad_enabled():
+                return variant.run_checked(tensors, args, kwargs)
+            if not any(tensor.requires_grad for tensor in tensors):
+                with torch.no_grad():
+                    return variant.run_checked(tensors, args, kwargs)
+            reason = "gradients of an input are asked for"
+        except UnsupportedInput as unsupported:  # nothing was done that anybody could see
+            reason = str(unsupported)
+        return self._fall_back(reason, args, kwargs)
 
     def _optimize_again(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
     ) -> tuple[Variant, list[torch.Tensor]] | str:
+        """A variant for a call that no other is for, and the tensors among its arguments; or why there is none."""
+        if self._reoptimize is None or not self.variants:
+            return reason
         leaves, _ = flatten((args, kwargs))
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
             return "gradients of an input are asked for"
-        assert self._reoptimize is not None
         try:
             variant = self._reoptimize(args, kwargs)
             tensors = variant.signature.tensors(args, kwargs)

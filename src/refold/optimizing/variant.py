@@ -11,12 +11,9 @@ from torch.fx import GraphModule
 
 from refold.executors import Checked, Signature, UnsupportedInput, run_checked
 from refold.optimizing.all_ones import AllOnes
-from refold.optimizing.beside import ask_beside, has_a_core_left
 from refold.optimizing.freshness import Freshness
 from refold.optimizing.sameness import Sameness
 from refold.report.data import Report
-
-_WORTH_A_THREAD = 64  # weights: to wake a thread takes about as long as to look at so many
 
 
 @dataclass
@@ -37,11 +34,8 @@ class Variant:
     """Whether the model is looked at before a call is run, and not while it computes."""
 
     def __post_init__(self) -> None:
-        self.looks_first = True
-        if isinstance(self.run, Checked):
-            many = self.freshness.watches >= _WORTH_A_THREAD
-            beside = self.run.computes_apart and many and has_a_core_left(torch.get_num_threads())
-            self.looks_first = not self.run.launches and not beside
+        ways = [self.run] if self.all_ones is None else [self.run, self.all_ones.run]
+        self.looks_first = not all(_hides_looks(way, self.freshness.watches) for way in ways)
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call whose tensors the signature has checked already. `UnsupportedInput` says why it cannot stand for
@@ -51,13 +45,8 @@ class Variant:
         if self.looks_first:
             _refuse(self.why_changed())
             return run_checked(self._way(tensors), tensors, args, kwargs)
-        way = self._way(tensors)
-        if isinstance(way, Checked) and way.launches:
-            output, reason = way.run_while(self.why_changed, tensors, args, kwargs)
-        else:
-            question = ask_beside(self.why_changed)
-            output = run_checked(way, tensors, args, kwargs)
-            reason = question.answer()
+        way: Any = self.run if self.all_ones is None else self._way(tensors)
+        output, reason = way.run_while(self.why_changed, tensors, args, kwargs)
         if reason is not None:
             self.looks_first = True  # nothing is computed in vain a second time
             raise UnsupportedInput(reason)
@@ -72,6 +61,11 @@ class Variant:
     def _way(self, tensors: list[torch.Tensor]) -> Callable[..., Any]:
         special = self.all_ones
         return self.run if special is None or not special.applies(tensors) else special.run
+
+
+def _hides_looks(way: Callable[..., Any], weights: int) -> bool:
+    least = way.hides_looks_from if isinstance(way, Checked) else None
+    return least is not None and weights >= least
 
 
 def _refuse(reason: str | None) -> None:

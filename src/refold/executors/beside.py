@@ -13,25 +13,27 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
 _PENDING: Any = object()
 
 
-class Question:
+class Question(Generic[T]):
     """Something to find out that has no effect, so that it may be found out twice."""
 
-    __slots__ = ("_answer", "_look")
+    __slots__ = ("_answer", "_look", "then")
 
-    def __init__(self, look: Callable[[], str | None]) -> None:
+    def __init__(self, look: Callable[[], T], then: Callable[[], None] | None = None) -> None:
         self._look = look
-        self._answer: str | None = _PENDING
+        self._answer: T = _PENDING
+        self.then = then
 
     def look(self) -> None:
         """Find it out, in whatever thread."""
         self._answer = self._look()
 
-    def answer(self) -> str | None:
+    def answer(self) -> T:
         """What was found out; if nobody has yet, it is found out now."""
         if self._answer is _PENDING:
             self.look()
@@ -42,41 +44,41 @@ class _Helper:
     """The thread, started by the first question."""
 
     def __init__(self) -> None:
-        self._questions: SimpleQueue[Question] = SimpleQueue()
+        self.questions: SimpleQueue[Question[Any]] = SimpleQueue()
+        self.has_started = False
         self._starting = threading.Lock()
-        self._has_started = False
 
-    def take(self, question: Question) -> None:
-        if self._has_started or self._start():
-            self._questions.put(question)
-
-    def _start(self) -> bool:
+    def start(self) -> bool:
         with self._starting:
-            if not self._has_started:
+            if not self.has_started:
                 try:
                     threading.Thread(target=self._work, name="refold-beside", daemon=True).start()
                 except RuntimeError:  # no more threads for this process
                     return False
-                self._has_started = True
+                self.has_started = True
         return True
 
     def _work(self) -> None:
         while True:
-            _look_at(self._questions.get())  # nothing is held while it waits
+            _look_at(self.questions.get())  # nothing is held while it waits
 
 
-def _look_at(question: Question) -> None:
+def _look_at(question: Question[Any]) -> None:
     with suppress(Exception):  # whoever asked looks again, and it is raised there
         question.look()
+        if question.then is not None:
+            question.then()
 
 
 _helper = _Helper()
 
 
-def ask_beside(look: Callable[[], str | None]) -> Question:
-    """Let it be found out while the caller is busy outside Python."""
-    question = Question(look)
-    _helper.take(question)
+def ask_beside(look: Callable[[], T], then: Callable[[], None] | None = None) -> Question[T]:
+    """Let it be found out while the caller is busy outside Python, and then something be done that nobody waits for."""
+    question = Question(look, then)
+    helper = _helper
+    if helper.has_started or helper.start():
+        helper.questions.put(question)
     return question
 
 
