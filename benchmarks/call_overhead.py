@@ -52,7 +52,7 @@ def ways_to_call(fast: OptimizedModule) -> dict[str, Callable[..., Any]]:
     before, after = copy.copy(variant), copy.copy(variant)
     before.looks_first = True
     after.run = copy.copy(engine)
-    after.run.ready_outputs = None
+    after.run.ready = None
 
     def alone(**given: torch.Tensor) -> Any:
         tensors = list(given.values())

@@ -247,6 +247,19 @@ def test_what_torch_does_not_count_is_seen_in_copies(write: Callable[[torch.Tens
     assert freshness.is_fresh() is (write is not write_through_data), "the old memory with the old contents"
 
 
+@pytest.mark.parametrize("written", range(6))
+def test_what_torch_does_not_count_is_seen_among_weights_of_all_widths(written: int):
+    dtypes = [torch.int8, torch.float32, torch.float16, torch.complex128, torch.float64, torch.int8]
+    weights = [torch.ones(4, 7, dtype=dtype) for dtype in dtypes]
+    empty, odd = torch.empty(0), torch.frombuffer(bytearray(17), dtype=torch.float32, count=4, offset=1)
+    freshness = Freshness([*weights, empty, odd], None, follows=False)
+    assert freshness.is_fresh()
+    weights[written].data[2, 3] = 2
+    assert not freshness.is_fresh()
+    weights[written].data[2, 3] = 1
+    assert freshness.is_fresh()
+
+
 @pytest.mark.parametrize("write", UNCOUNTED)
 def test_an_engine_does_not_run_with_weights_that_were_written_through_data(write: Callable[[torch.Tensor], None]):
     pytest.importorskip("onnxruntime")

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from refold.executors import executor_named, onnx_runtime
-from refold.executors.onnx_runtime import SessionRunner
+from refold.executors import Runner, beside, executor_named
+from refold.executors.onnx_runtime import BoundSession
 
-pytest.importorskip("onnxruntime")
 X = torch.randn(3, 4)
 
 
@@ -36,33 +35,39 @@ def both(x: torch.Tensor, hidden: torch.Tensor) -> Any:
 
 @pytest.fixture(autouse=True)
 def spare_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_runtime, "has_a_core_left", lambda busy: True)
-    monkeypatch.setattr(onnx_runtime, "_WAKING", 0.0)
+    monkeypatch.setattr(beside, "has_a_core_left", lambda busy: True)
+    monkeypatch.setattr(beside, "_WAKING", 0.0)
 
 
-def prepared(model: nn.Module, *args: Any) -> SessionRunner:
-    run = executor_named("onnxruntime").prepare(model.eval(), args, {})
-    assert isinstance(run, SessionRunner)
+@pytest.fixture(params=["onnxruntime", "openvino"])
+def engine(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(request.param)
+    return str(request.param)
+
+
+def prepared(engine: str, model: nn.Module, *args: Any) -> Any:
+    run = executor_named(engine).prepare(model.eval(), args, {})
+    assert isinstance(run, Runner)
     return run
 
 
-def called(run: SessionRunner, *tensors: torch.Tensor) -> Any:
+def called(run: Any, *tensors: torch.Tensor) -> Any:
     output, seen = run.run_while(lambda: "seen", list(tensors), tensors, {})
     assert seen == "seen"
     return output
 
 
-def wait_until_ready(run: SessionRunner) -> None:
+def wait_until_ready(run: Any) -> None:
     deadline = time.monotonic() + 10
-    while not run.ready_outputs._waiting:
+    while not run.ready._waiting:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 @torch.no_grad()
-def test_every_call_has_outputs_of_its_own() -> None:
+def test_every_call_has_outputs_of_its_own(engine: str) -> None:
     model = Net(both)
-    run = prepared(model, X)
+    run = prepared(engine, model, X)
     inputs = [torch.randn(3, 4) for _ in range(20)]
     outputs = []
     for index, x in enumerate(inputs):
@@ -78,11 +83,11 @@ def test_every_call_has_outputs_of_its_own() -> None:
 
 
 @torch.no_grad()
-def test_outputs_are_made_while_the_call_before_computes() -> None:
-    run = prepared(Net(both), X)
+def test_outputs_are_made_while_the_call_before_computes(engine: str) -> None:
+    run = prepared(engine, Net(both), X)
     called(run, X)
     wait_until_ready(run)
-    ready = run.ready_outputs._waiting[0]
+    ready = run.ready._waiting[0]
     assert called(run, X) is ready.output
     assert called(run, X) is not ready.output
 
@@ -99,18 +104,18 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 @torch.no_grad()
-def test_inputs_may_lie_anyhow(name: str) -> None:
+def test_inputs_may_lie_anyhow(engine: str, name: str) -> None:
     model = Net(both)
-    run = prepared(model, X)
+    run = prepared(engine, model, X)
     for _ in range(3):
         x = ODD[name]()
         torch.testing.assert_close(called(run, x)[0], model(x)[0])
 
 
 @torch.no_grad()
-def test_an_input_among_the_outputs_is_that_of_the_call() -> None:
+def test_an_input_among_the_outputs_is_that_of_the_call(engine: str) -> None:
     model = Net(lambda x, hidden: {"given": x, "hidden": hidden, "again": hidden})
-    run = prepared(model, X)
+    run = prepared(engine, model, X)
     for _ in range(3):
         x = torch.randn(3, 4)
         output = called(run, x)
@@ -128,55 +133,61 @@ def test_an_input_among_the_outputs_is_that_of_the_call() -> None:
     ids=["of a size that depends on values", "empty", "large"],
 )
 @torch.no_grad()
-def test_other_outputs_are_made_after_the_call(output: Any) -> None:
+def test_other_outputs_of_onnx_runtime_are_made_after_the_call(output: Any) -> None:
+    pytest.importorskip("onnxruntime")
     model = Net(output)
-    run = prepared(model, X)
-    assert run.ready_outputs is None and run.hides_looks_from is not None
+    run = prepared("onnxruntime", model, X)
+    assert run.ready is None and run.hides_looks_from is not None
     for _ in range(3):
         x = torch.randn(3, 4)
         torch.testing.assert_close(called(run, x), model(x))
 
 
-@pytest.mark.parametrize("fault", ["is missing", "writes nothing"])
-def test_an_engine_that_does_not_take_them_is_asked_in_the_old_way(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from refold.executors import ready_outputs
+@torch.no_grad()
+def test_large_outputs_do_not_wait(engine: str) -> None:
+    model = Net(lambda x, hidden: hidden.repeat(400, 400))
+    run = prepared(engine, model, X)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(called(run, x), model(x))
+        time.sleep(0.01)
+        assert run.ready is None or not run.ready._waiting
 
-    def bind_nothing(self: Any, ready: Any, tensors: Any) -> Any:
-        return ready.output
 
-    if fault == "is missing":
-        monkeypatch.setattr(ready_outputs.ReadyOutputs, "feed", None)
+@pytest.mark.parametrize("fault", ["has another name for it", "writes nothing"])
+def test_a_session_that_cannot_be_bound_is_asked_in_the_old_way(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    if fault == "writes nothing":
+        monkeypatch.setattr(BoundSession, "run", lambda self, request: None)
     else:
-        monkeypatch.setattr(ready_outputs.ReadyOutputs, "compute", bind_nothing)
+        monkeypatch.setattr(BoundSession, "write_into", lambda self, request, results: request.bind_somehow())
     model = Net(both)
-    run = prepared(model, X)
-    assert run.ready_outputs is None
+    run = prepared("onnxruntime", model, X)
+    assert run.ready is None
     with torch.no_grad():
         torch.testing.assert_close(called(run, X)[0], model(X)[0])
 
 
 @torch.no_grad()
-def test_a_call_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_leaves_nothing_behind(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net(both)
-    run = prepared(model, X)
-    works = run.ready_outputs._run
+    run = prepared(engine, model, X)
 
-    def fails(*args: Any) -> None:
+    def fails(self: Any, request: Any) -> None:
         raise RuntimeError("out of memory")
 
-    run.ready_outputs._run = fails
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="out of memory"):
+        broken.setattr(type(run.ready._session), "run", fails)
         called(run, X)
-    run.ready_outputs._run = works
     for _ in range(3):
         x = torch.randn(3, 4)
         torch.testing.assert_close(called(run, x)[0], model(x)[0])
 
 
 @torch.no_grad()
-def test_calls_in_many_threads_get_their_own() -> None:
+def test_calls_in_many_threads_get_their_own(engine: str) -> None:
     model = Net(both)
-    run, reference = prepared(model, X), copy.deepcopy(model)
+    run, reference = prepared(engine, model, X), copy.deepcopy(model)
     wrong: list[torch.Tensor] = []
 
     def call() -> None:
@@ -194,12 +205,12 @@ def test_calls_in_many_threads_get_their_own() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert len(run.ready_outputs._waiting) <= 1
+    assert len(run.ready._waiting) <= 1
 
 
-def test_in_inference_mode_and_on_another_default_device() -> None:
+def test_in_inference_mode_and_on_another_default_device(engine: str) -> None:
     model = Net(both)
-    run = prepared(model, X)
+    run = prepared(engine, model, X)
     with torch.inference_mode(), torch.device("meta"):
         outputs = [called(run, X) for _ in range(3)]
     assert all(output[0].device.type == "cpu" for output in outputs)
@@ -209,14 +220,14 @@ def test_in_inference_mode_and_on_another_default_device() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float64, torch.float16, torch.uint8])
 @torch.no_grad()
-def test_types(dtype: torch.dtype) -> None:
+def test_types(engine: str, dtype: torch.dtype) -> None:
     class Cast(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return x.float() + 1, (x.float() > 0).to(dtype)
 
     x = torch.tensor([[0, 1, 1], [1, 0, 0]]).to(dtype)
-    run = prepared(Cast(), x)
-    assert run.ready_outputs is not None
+    run = prepared(engine, Cast(), x)
+    assert run.ready is not None
     for given in (x, x.flip(0)):
         for mine, its in zip(called(run, given), Cast()(given), strict=True):
             assert mine.dtype == its.dtype and torch.equal(mine, its)

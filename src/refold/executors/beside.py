@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+import torch
+
+WORTH_A_THREAD = 64  # weights: to wake a thread takes about as long as to look at so many
+_WAKING = 1e-4  # seconds: an engine that is done before the thread is awake has to wait for it
 T = TypeVar("T")
 _PENDING: Any = object()
 
@@ -80,6 +85,21 @@ def ask_beside(look: Callable[[], T], then: Callable[[], None] | None = None) ->
     if helper.has_started or helper.start():
         helper.questions.put(question)
     return question
+
+
+def is_worth_waking(compute: Callable[[], Any]) -> bool:
+    """Whether a thread that is woken for an engine has a core to itself, and is awake before the engine is done."""
+    return has_a_core_left(torch.get_num_threads()) and _takes(_WAKING, compute)
+
+
+def _takes(seconds: float, compute: Callable[[], Any]) -> bool:
+    for _ in range(3):
+        started = time.perf_counter()
+        compute()
+        took = time.perf_counter() - started
+        if not seconds < took < 10 * seconds:  # else once more: it may have been disturbed
+            break
+    return took > seconds
 
 
 def has_a_core_left(busy: int) -> bool:

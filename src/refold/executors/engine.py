@@ -35,6 +35,11 @@ class Outputs:
         """New memory at every call: what was returned before is never overwritten."""
         return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self.shapes]
 
+    @property
+    def nbytes(self) -> int:
+        """How much memory is written in a call."""
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.shapes)
+
     def build(self, computed: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
         if not self.are_as_computed:
             computed = [computed[source] if source >= 0 else inputs[-1 - source] for source in self.sources]

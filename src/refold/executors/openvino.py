@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from .base import Executor, PreparationFailed, Runner, T, first_line, refuse_training
+from .beside import WORTH_A_THREAD, is_worth_waking
 from .engine import EnginePlan, plan_for_engine
 from .grouped_attention import spell_out_groups
+from .ready_outputs import ReadyOutputs, computed_by, readable
 
 _TYPES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
@@ -36,67 +36,60 @@ class OpenVino(Executor):
         refuse_training(module)
         plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, open_sizes=False)
         try:
-            runner = RequestRunner(plan, module, _compile(plan))
-            plan.check(runner.compute(plan.tensors, plan.unwritten()))
+            session = CompiledSession(plan, _compile(plan))
+            plan.check(computed_by(session, plan))
+            return RequestRunner(plan, module, session)
         except PreparationFailed:
             raise
         except Exception as error:
             raise PreparationFailed(f"openvino cannot run this module: {first_line(error)}.") from error
-        return runner
 
 
 class RequestRunner(Runner):
-    """Runs on the memory of the caller's tensors and writes into fresh outputs: nothing is copied. The engine computes
-    in a thread of its own."""
+    """Runs on the memory of the caller's tensors and writes into fresh outputs: nothing is copied."""
 
-    hides_looks_from = 0
-
-    def __init__(self, plan: EnginePlan, module: nn.Module, compiled: Any) -> None:
+    def __init__(self, plan: EnginePlan, module: nn.Module, session: CompiledSession) -> None:
         super().__init__(plan.signature, module)
+        self.ready = ReadyOutputs(session, plan.outputs)
+        if is_worth_waking(lambda: self.run(plan.tensors)):
+            self.hides_looks_from = WORTH_A_THREAD
+
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        return self.ready.run(tensors)
+
+    def run_while(
+        self, look: Callable[[], T], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, T]:
+        return self.ready.run_while(look, tensors)
+
+
+class CompiledSession:
+    """Requests of a compiled model. (Started in a thread of the engine's, a call takes longer than in the caller's.)"""
+
+    def __init__(self, plan: EnginePlan, compiled: Any) -> None:
+        from openvino import Tensor
+
         if len(compiled.inputs) != len(plan.tensors) or len(compiled.outputs) != len(plan.expected):
             raise PreparationFailed(
                 f"openvino made {len(compiled.inputs)} inputs and {len(compiled.outputs)} outputs out of "
                 f"{len(plan.tensors)} and {len(plan.expected)}, so they cannot be matched."
             )
-        self.outputs = plan.outputs
-        self.request = compiled.create_infer_request()
-        self.lock = threading.Lock()  # a request runs one call at a time
+        self.request = compiled.create_infer_request
+        self._share = Tensor
 
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        return self.outputs.build(self.compute(tensors, self.outputs.fresh()), tensors)
+    def write_into(self, request: Any, results: list[torch.Tensor]) -> None:
+        for index, result in enumerate(results):
+            request.set_output_tensor(index, self._share(result.numpy(), shared_memory=True))
 
-    def run_while(
-        self, look: Callable[[], T], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, T]:
-        results = self.outputs.fresh()
-        with self._launched(tensors, results):
-            seen = look()
-        return self.outputs.build(results, tensors), seen
+    def read_from(self, request: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        held = []
+        for index, tensor in enumerate(tensors):
+            held.append(readable(tensor))
+            request.set_input_tensor(index, self._share(held[-1].detach().numpy(), shared_memory=True))
+        return held
 
-    def compute(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
-        with self._launched(tensors, results):
-            return results
-
-    @contextmanager
-    def _launched(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> Iterator[None]:
-        """Inside, the engine computes; at the end, it has."""
-        held = [tensor.contiguous().resolve_neg() for tensor in tensors]
-        with self.lock:
-            for index, tensor in enumerate(held):
-                self.request.set_input_tensor(index, _share(tensor))
-            for index, tensor in enumerate(results):
-                self.request.set_output_tensor(index, _share(tensor))
-            self.request.start_async()
-            try:
-                yield
-            finally:
-                self.request.wait()
-
-
-def _share(tensor: torch.Tensor) -> Any:
-    import openvino
-
-    return openvino.Tensor(tensor.detach().numpy(), shared_memory=True)
+    def run(self, request: Any) -> None:
+        request.infer(share_outputs=True)
 
 
 def _compile(plan: EnginePlan) -> Any:

@@ -2,107 +2,109 @@
 
 What Python does around an engine is slow beyond its instructions, since after a call none of it is in the processor's
 caches: to make two tensors and the object that holds them takes longer than to launch the engine. So the outputs of a
-call are made while the call before it computes, by the thread that is awake then to look at the model, and bound to the
-session by their addresses. One set of outputs is kept; a call that finds none makes its own.
+call are made while the call before it computes, by the thread that is awake then to look at the model. One set of
+outputs is kept; a call that finds none makes its own.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .agreement import disagreement
-from .engine import EnginePlan
+from .base import T
+from .beside import ask_beside
+from .engine import EnginePlan, Outputs
 
-_MOST_BYTES = 2**20  # larger memory comes from the system anew, page by page, and takes longer to write
+MOST_BYTES = 2**20  # larger memory comes from the system anew, page by page, and takes longer to write
 
 
-class Ready(NamedTuple):
-    """Memory for the outputs of one call, bound to the session."""
+class Session(Protocol):
+    """An engine that reads and writes memory where it is pointed at. It computes in the thread of its caller, leaves
+    Python to others meanwhile, and has no effect but its outputs."""
 
-    binding: Any
+    def request(self) -> Any:
+        """Something that runs one call at a time."""
+
+    def write_into(self, request: Any, results: list[torch.Tensor]) -> None:
+        """Let a request write its outputs there."""
+
+    def read_from(self, request: Any, tensors: list[torch.Tensor]) -> Any:
+        """Let a request read its inputs there; what must live until it has run."""
+
+    def run(self, request: Any) -> None:
+        """Compute, from where it reads to where it writes."""
+
+
+class _Ready(NamedTuple):
+    """A request that has memory for its outputs."""
+
+    request: Any
     results: list[torch.Tensor]
     output: Any
     """What the call returns; None where inputs are among it."""
 
 
 class ReadyOutputs:
-    """Makes outputs ready and has them computed. One thread may make them while others compute."""
+    """Runs calls of a session. One thread may make outputs ready while others run calls."""
 
-    def __init__(self, plan: EnginePlan, session: Any, used: list[tuple[int, str]], made: list[str]) -> None:
-        """For a session that takes the tensors `used`, by their names, and gives the outputs `made`."""
-        from onnxruntime.capi import onnxruntime_pybind11_state as native
-
-        self._outputs = plan.outputs
-        self._session, self._native = session._sess, native
-        self._run = self._session.run_with_iobinding
-        self._device = native.OrtDevice(native.OrtDevice.cpu(), native.OrtDevice.default_memory(), 0)
-        self._inputs = [(index, name, *_kind(plan.tensors[index])) for index, name in used]
-        self._made = [(name, *_kind(value)) for name, value in zip(made, plan.expected, strict=True)]
-        self._waiting: list[Ready] = []
+    def __init__(self, session: Session, outputs: Outputs) -> None:
+        self._session, self._outputs = session, outputs
+        self._waiting: list[_Ready] = []
         self._idle: list[Any] = []
+        self._next = self.make if outputs.nbytes <= MOST_BYTES else None
 
-    def take(self) -> Ready:
-        """Outputs for one call."""
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        """Run a call with these tensors; what it returns."""
+        ready = self._take()
+        held = self._session.read_from(ready.request, tensors)
+        return self._computed(ready, tensors, held)
+
+    def run_while(self, look: Callable[[], T], tensors: list[torch.Tensor]) -> tuple[Any, T]:
+        """Run a call while another thread looks at something: what the call returns, and what was seen."""
+        ready = self._take()
+        held = self._session.read_from(ready.request, tensors)
+        # at the last moment: a thread that is woken while Python is held has to be woken again
+        question = ask_beside(look, self._next)
+        return self._computed(ready, tensors, held), question.answer()
+
+    def make(self) -> None:
+        """Make outputs ready for the next call."""
+        if not self._waiting:
+            self._waiting.append(self._made())
+
+    def _take(self) -> _Ready:
         try:
             return self._waiting.pop()
         except IndexError:
-            return self._bound()
+            return self._made()
 
-    def make(self) -> None:
-        """Make outputs ready for the next call that takes some."""
-        if not self._waiting:
-            self._waiting.append(self._bound())
-
-    def feed(self, ready: Ready, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Let a call read these tensors. Copies that had to be made of some must live until it is computed."""
-        copies = []
-        bind, device = ready.binding.bind_input, self._device
-        for index, name, kind, shape in self._inputs:
-            tensor = tensors[index]
-            if not tensor.is_contiguous() or tensor.is_neg():
-                tensor = tensor.contiguous().resolve_neg()
-                copies.append(tensor)
-            bind(name, device, kind, shape, tensor.data_ptr())
-        return copies
-
-    def compute(self, ready: Ready, tensors: list[torch.Tensor]) -> Any:
-        """Run a call that was fed with these tensors; what it returns."""
-        self._run(ready.binding, None)
-        self._idle.append(ready.binding)
-        return self._outputs.build(ready.results, tensors) if ready.output is None else ready.output
-
-    def _bound(self) -> Ready:
+    def _made(self) -> _Ready:
         results = self._outputs.fresh()
         try:
-            binding = self._idle.pop()
+            request = self._idle.pop()
         except IndexError:
-            binding = self._native.SessionIOBinding(self._session)
-        for (name, kind, shape), result in zip(self._made, results, strict=True):
-            binding.bind_output(name, self._device, kind, shape, result.data_ptr())
-        return Ready(binding, results, self._outputs.build(results, []) if self._outputs.are_as_computed else None)
+            request = self._session.request()
+        self._session.write_into(request, results)
+        return _Ready(request, results, self._outputs.build(results, []) if self._outputs.are_as_computed else None)
+
+    def _computed(self, ready: _Ready, tensors: list[torch.Tensor], held: Any) -> Any:
+        self._session.run(ready.request)
+        self._idle.append(ready.request)  # not one that failed
+        return self._outputs.build(ready.results, tensors) if ready.output is None else ready.output
 
 
-def ready_outputs(plan: EnginePlan, session: Any, used: list[tuple[int, str]], made: list[str]) -> ReadyOutputs | None:
-    """What makes outputs ready for a session; None where they are large, where it cannot be known before a call how
-    large, or where this version of the engine does not take them so."""
-    if not plan.has_fixed_sizes or any(tensor.numel() == 0 for tensor in (*plan.tensors, *plan.expected)):
-        return None
-    if sum(tensor.nbytes for tensor in plan.expected) > _MOST_BYTES:
-        return None
-    try:
-        outputs = ReadyOutputs(plan, session, used, made)
-        ready = outputs.take()
-        for result, unwritten in zip(ready.results, plan.unwritten(), strict=True):
-            result.copy_(unwritten)
-        outputs.feed(ready, plan.tensors)
-        outputs.compute(ready, plan.tensors)
-    except Exception:  # names of its own that another version may not have
-        return None
-    return outputs if disagreement(plan.expected, ready.results) is None else None
+def computed_by(session: Session, plan: EnginePlan) -> list[torch.Tensor]:
+    """What a session computes from the example; what it fails to write is not a number."""
+    request, results = session.request(), plan.unwritten()
+    session.write_into(request, results)
+    held = session.read_from(request, plan.tensors)
+    session.run(request)
+    del held
+    return results
 
 
-def _kind(tensor: torch.Tensor) -> tuple[type, list[int]]:
-    """The type of a tensor's entries as numpy knows it, and the shape."""
-    return tensor.new_empty(0).numpy().dtype.type, list(tensor.shape)
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same values whose memory can be read as it lies."""
+    return tensor.contiguous().resolve_neg() if not tensor.is_contiguous() or tensor.is_neg() else tensor

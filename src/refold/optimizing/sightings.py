@@ -9,7 +9,8 @@ the CPU an entry would have to be waited for: there it is not looked at.
 from __future__ import annotations
 
 import ctypes
-from operator import attrgetter
+from operator import itemgetter
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,8 +18,7 @@ from torch import nn
 from refold import fx_private
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-_BITS = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64, 16: ctypes.c_int64}
-_value = attrgetter("value")
+_BITS: dict[int, Literal["b", "h", "i", "q"]] = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 
 class Sighting:
@@ -57,20 +57,38 @@ class Sighting:
 
 
 class _Entries:
-    """The entry in the middle of each plain tensor on the CPU, read from its own memory, which is held."""
+    """The entry in the middle of each plain tensor on the CPU, read from its own memory, which is held. All entries of
+    one width are picked from one array that reaches from the first to the last of them; what lies between is not
+    touched."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         readable = [tensor for tensor in tensors if _can_be_read(tensor)]
         self._held = [tensor.untyped_storage() for tensor in readable]
-        self._cells = [_BITS[tensor.element_size()].from_address(_middle(tensor)) for tensor in readable]
+        by_width: dict[int, list[int]] = {}
+        for tensor in readable:
+            by_width.setdefault(_width(tensor), []).append(_middle(tensor))
+        self._groups = [_reader(width, places) for width, places in by_width.items()]
 
-    def values(self) -> list[int]:
-        return list(map(_value, self._cells))
+    def values(self) -> list[Any]:
+        return [read(memory) for read, memory in self._groups]
+
+
+def _reader(width: int, places: list[int]) -> tuple[itemgetter[Any], memoryview]:
+    """What picks the entries, and memory to pick them from."""
+    first = min(places)
+    memory = (ctypes.c_byte * (max(places) - first + width)).from_address(first)
+    return itemgetter(*((place - first) // width for place in places)), memoryview(memory).cast("B").cast(_BITS[width])
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
     is_plain = type(tensor) in _PLAIN and tensor.device.type == "cpu" and tensor.layout is torch.strided
-    return is_plain and tensor.numel() > 0 and tensor.element_size() in _BITS and bool(fx_private.address_of(tensor))
+    address = fx_private.address_of(tensor) if is_plain and tensor.numel() > 0 else None
+    return address not in (None, 0) and int(address) % _width(tensor) == 0
+
+
+def _width(tensor: torch.Tensor) -> int:
+    """How many bytes of an entry are read."""
+    return min(tensor.element_size(), 8)
 
 
 def _middle(tensor: torch.Tensor) -> int:
