@@ -452,9 +452,11 @@ def is_plain() -> bool:
 def is_observed() -> bool:
     """Whether operations do more here than compute: a transform of torch.func (vmap, grad, jvp), forward-mode
     differentiation, a trace of torch.jit, or a mode that sees every operation (make_fx, a counter of them)."""
+    if forward_ad._current_level >= 0:
+        return True
     if torch.compiler.is_dynamo_compiling():
-        return forward_ad._current_level >= 0
-    return forward_ad._current_level >= 0 or _transforms() is not None or _trace() is not None or bool(_modes())
+        return False
+    return _transforms() is not None or _trace() is not None or bool(_modes())
 
 
 raw_stream: Callable[[int], int] = getattr(

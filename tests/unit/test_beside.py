@@ -269,7 +269,7 @@ def test_what_is_done_afterwards_is_done_by_the_thread_alone() -> None:
     question = ask_beside(lambda: None, lambda: done.append(threading.current_thread().name))
     question.answer()
     wait_for(lambda: done == ["refold-beside"])
-    ask_beside(lambda: None, lambda: done.append("" + 1))  # type: ignore[operator]
+    ask_beside(lambda: None, lambda: done.append(str(1 // 0)))
     again = ask_beside(lambda: None, lambda: done.append("after an error"))
     again.answer()
     wait_for(lambda: done == ["refold-beside", "after an error"])

@@ -60,8 +60,8 @@ def _is_model_output(example: Any) -> bool:
 def _model_output_maker(example: Any, places: dict[int, int]) -> Make:
     cls, keys, attributes = type(example), list(example), vars(example).copy()
     direct = [(name, places[id(value)]) for name, value in attributes.items() if id(value) in places]
-    others = [(name, _maker(value, places)) for name, value in attributes.items() if id(value) not in places]
-    nested = [(name, maker) for name, maker in others if not isinstance(attributes[name], CONSTANTS)]
+    others = {name: value for name, value in attributes.items() if id(value) not in places}
+    nested = [(name, _maker(value, places)) for name, value in others.items() if not isinstance(value, CONSTANTS)]
     new, put = OrderedDict.__new__, OrderedDict.__setitem__
 
     def make(tensors: Sequence[torch.Tensor]) -> Any:

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 
+from .base import T
+
 WORTH_A_THREAD = 64  # weights: to wake a thread takes about as long as to look at so many
 _WAKING = 1e-4  # seconds: an engine that is done before the thread is awake has to wait for it
-T = TypeVar("T")
 _PENDING: Any = object()
 
 

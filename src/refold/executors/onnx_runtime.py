@@ -19,7 +19,7 @@ from .agreement import disagreement
 from .base import Executor, PreparationFailed, Runner, T, first_line, refuse_training
 from .beside import WORTH_A_THREAD, ask_beside, is_worth_waking
 from .engine import EnginePlan, plan_for_engine
-from .ready_outputs import MOST_BYTES, ReadyOutputs, computed_by, readable
+from .ready_outputs import ReadyOutputs, can_be_ready, computed_by, readable
 
 _TYPES = frozenset(
     (
@@ -80,8 +80,8 @@ class SessionRunner(Runner):
         if not is_worth_waking(lambda: self.compute(plan.tensors)):
             return
         self.hides_looks_from = WORTH_A_THREAD
-        is_small = plan.has_fixed_sizes and plan.outputs.nbytes <= MOST_BYTES
-        if not is_small or any(tensor.numel() == 0 for tensor in (*plan.tensors, *plan.expected)):
+        has_memory = all(tensor.numel() > 0 for tensor in (*plan.tensors, *plan.expected))
+        if not (plan.has_fixed_sizes and has_memory and can_be_ready(plan.outputs)):
             return
         try:
             bound = BoundSession(plan, session, self.used, self.made)

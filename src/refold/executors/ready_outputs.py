@@ -17,7 +17,7 @@ from .base import T
 from .beside import ask_beside
 from .engine import EnginePlan, Outputs
 
-MOST_BYTES = 2**20  # larger memory comes from the system anew, page by page, and takes longer to write
+_MOST_BYTES = 2**20  # larger memory comes from the system anew, page by page, and takes longer to write
 
 
 class Session(Protocol):
@@ -53,7 +53,7 @@ class ReadyOutputs:
         self._session, self._outputs = session, outputs
         self._waiting: list[_Ready] = []
         self._idle: list[Any] = []
-        self._next = self.make if outputs.nbytes <= MOST_BYTES else None
+        self._next = self.make if can_be_ready(outputs) else None
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """Run a call with these tensors; what it returns."""
@@ -93,6 +93,11 @@ class ReadyOutputs:
         self._session.run(ready.request)
         self._idle.append(ready.request)  # not one that failed
         return self._outputs.build(ready.results, tensors) if ready.output is None else ready.output
+
+
+def can_be_ready(outputs: Outputs) -> bool:
+    """Whether it is quicker to make outputs before a call than in it."""
+    return outputs.nbytes <= _MOST_BYTES
 
 
 def computed_by(session: Session, plan: EnginePlan) -> list[torch.Tensor]:

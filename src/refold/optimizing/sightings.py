@@ -83,7 +83,7 @@ def _reader(width: int, places: list[int]) -> tuple[itemgetter[Any], memoryview]
 def _can_be_read(tensor: torch.Tensor) -> bool:
     is_plain = type(tensor) in _PLAIN and tensor.device.type == "cpu" and tensor.layout is torch.strided
     address = fx_private.address_of(tensor) if is_plain and tensor.numel() > 0 else None
-    return address not in (None, 0) and int(address) % _width(tensor) == 0
+    return address is not None and address > 0 and address % _width(tensor) == 0
 
 
 def _width(tensor: torch.Tensor) -> int:

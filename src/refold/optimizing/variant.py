@@ -45,7 +45,7 @@ class Variant:
         if self.looks_first:
             _refuse(self.why_changed())
             return run_checked(self._way(tensors), tensors, args, kwargs)
-        way: Any = self.run if self.all_ones is None else self._way(tensors)
+        way: Any = self._way(tensors)
         output, reason = way.run_while(self.why_changed, tensors, args, kwargs)
         if reason is not None:
             self.looks_first = True  # nothing is computed in vain a second time
