@@ -1,11 +1,12 @@
-# `make test` and `make demo` set everything up by themselves; nothing needs to be installed by hand but Python ≥ 3.11.
+# Every target sets up what it needs by itself; nothing needs to be installed by hand but Python ≥ 3.11.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: test demo lint types docs browser clean
+.PHONY: check test wheel demo lint contracts types docs browser durations clean
 
 $(READY): requirements-dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,13 +16,22 @@ $(READY): requirements-dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-test: $(READY) browser lint types
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-	$(MAKE) docs
+# While working: everything but the slow tests, in about a minute.
+check: $(READY) lint contracts types
+	$(PYTEST) -m "not slow and not browser"
+
+# What CI runs.
+test: $(READY) browser lint contracts types
+	$(PYTEST)
+	$(MAKE) docs wheel
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Which package may import which; see docs/architecture.md.
+contracts: $(READY)
+	$(BIN)/lint-imports
 
 types: $(READY)
 	$(BIN)/mypy
@@ -33,8 +43,16 @@ docs: $(READY)
 browser:
 	@sh .ci/install-browser
 
+# Runs everything and writes down which tests are slow (tests/slow.txt); `make check` leaves those out.
+durations: $(READY)
+	$(PYTEST) --write-slow
+
+# dist/refold-….whl, used once in a fresh environment. See docs/install.md.
+wheel: $(READY)
+	.ci/check-wheel $(BIN)/python dist
+
 demo: $(READY)
 	$(BIN)/refold optimize example:bert-base --out out/bert-base --overwrite
 
 clean:
-	rm -rf $(VENV) out docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -10,17 +10,15 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-__all__ = ["main", "open_inputs", "open_model"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; `refold --help` documents both."""
     try:
-        from refold.command_line.main import main as run
+        from refold.command_line.app import main as run
     except ImportError as missing:
         if missing.name not in ("typer", "click", "rich"):
             raise
-        sys.stderr.write("refold: the command line needs typer and rich: pip install 'refold[cli]'\n")
+        sys.stderr.write("refold: the command line needs typer and rich: pip install typer rich pyyaml safetensors\n")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -30,16 +28,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def open_model(folder: str | os.PathLike[str], model: str | None = None) -> GraphModule:
     """The rewritten model of a folder of `refold optimize`, with its history. `model` names it again, as the command
     line does, where it came from FILE.py:FACTORY; code that a folder names is never run."""
-    from refold.command_line.folders import Named, open_folder
+    from refold.command_line.options import FolderOptions
+    from refold.command_line.saved_folder import open_folder
 
-    return open_folder(Path(folder), Named(model)).graph_module
+    return open_folder(Path(folder), FolderOptions(model)).graph_module
 
 
 def open_inputs(folder: str | os.PathLike[str]) -> dict[str, Any] | tuple[Any, ...]:
     """The inputs that the model in a folder was optimized for: keyword arguments, or positional ones."""
-    from refold.command_line.folders import read_inputs
+    from refold.command_line.saved_folder import read_inputs
 
-    return read_inputs(Path(folder))
+    inputs = read_inputs(Path(folder))
+    return inputs.kwargs or inputs.args
 
 
 if __name__ == "__main__":

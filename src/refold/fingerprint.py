@@ -9,12 +9,15 @@ import ctypes
 import hashlib
 
 import torch
+from torch.nn.parameter import is_lazy
 
 _CHUNK = 1 << 26
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
     """The tensor's dtype, shape and a 128-bit hash of its bits, as one short string."""
+    if is_lazy(tensor):
+        return f"{tensor.dtype}:lazy"
     head = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".replace(" ", "")
     if tensor.is_meta:
         return f"{head}:meta"

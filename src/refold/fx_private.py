@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,8 @@ _DERIVED = frozenset(
     {"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec", "meta", "_tracer_cls"}
     | {"_tracer_extras", "_replace_hooks", "_create_node_hooks", "_erase_node_hooks", "_deepcopy_hooks", "shape_env"}
 )
+# The generated functions on the class that belongs to one GraphModule.
+_GENERATED = ("forward", "__call__", "_wrapped_call", "_call_impl")
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -56,17 +57,6 @@ def without_tables(module: nn.Module, attributes: dict[str, Any]) -> dict[str, A
     return {k: v for k, v in attributes.items() if k not in skip}
 
 
-def all_attributes(module: nn.Module) -> dict[str, Any]:
-    """A copy of all that a module has, its tables included (by reference)."""
-    return module.__dict__.copy()
-
-
-def has_all_attributes(module: nn.Module, attributes: dict[str, Any]) -> bool:
-    """Whether a module has just these very objects under just these names."""
-    live = module.__dict__
-    return live.keys() == attributes.keys() and all(map(operator.is_, live.values(), attributes.values()))
-
-
 def tensors_of(modules: list[nn.Module]) -> list[torch.Tensor]:
     """The parameters, then the buffers, of modules; some scripted ones have no tables."""
     live = [module.__dict__ for module in modules]
@@ -88,19 +78,9 @@ def set_plain_attribute(module: nn.Module, name: str, value: Any) -> None:
     module.__dict__[name] = value
 
 
-def drop_plain_attribute(module: nn.Module, name: str) -> None:
-    """Remove an attribute if it is there, without nn.Module's interference."""
-    module.__dict__.pop(name, None)
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether anything is hooked onto a module's call, gradients or state."""
     return any(getattr(module, name, None) for name in _HOOKS)
-
-
-def has_global_hooks() -> bool:
-    """Whether anything is hooked onto the calls of all modules, or torch cannot tell."""
-    return bool(getattr(nn.modules.module, "_has_any_global_hook", lambda: True)())
 
 
 def loads_by_itself(module: nn.Module) -> bool:
@@ -109,13 +89,27 @@ def loads_by_itself(module: nn.Module) -> bool:
     return own != (nn.Module._load_from_state_dict, nn.Module.set_extra_state)
 
 
-def empty_module(cls: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
-    """A module of a class with these plain attributes and empty tables; its __init__ does not run."""
+def module_like(
+    cls: type[nn.Module], attributes: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]] | None = None
+) -> nn.Module:
+    """A module of a class with these attributes; its __init__ does not run. It has tables of its own, with the entries
+    that `tables` has, or else the attributes."""
     module = cls.__new__(cls)
     module.__dict__.update(attributes)
     for name in TABLES:
-        module.__dict__[name] = {}
+        module.__dict__[name] = dict((attributes if tables is None else tables).get(name, {}))
     return module
+
+
+def with_own_containers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes for another module: hook tables and sets belong to one module, everything else is shared."""
+    return {name: _copy_container(value) for name, value in attributes.items()}
+
+
+def _copy_container(value: Any) -> Any:
+    if not isinstance(value, dict | set):
+        return value
+    return value.copy() if value else type(value)()  # nearly all are empty, and copying is slow
 
 
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -184,16 +178,17 @@ def graph_state(gm: GraphModule) -> WholeGraphState:
     graph = gm.graph
     names = dict(graph._graph_namespace._obj_to_name)
     derived = {k: v for k, v in gm.__dict__.items() if k in _DERIVED}
+    forward = {k: v for k, v in vars(type(gm)).items() if k in _GENERATED}
     nodes = list(graph.nodes)
     rows = rows_of(nodes)
     users = [tuple(n.users) for n in nodes]
     details = [(n._sort_key, n._repr_fn) for n in nodes]
     metas = [n.meta.copy() for n in nodes]
-    rest = (names, used_names(graph), base_counts(graph), graph._insert, derived, _own_forward(gm))
+    rest = (names, used_names(graph), base_counts(graph), graph._insert, derived, forward)
     return WholeGraphState(graph, rows, metas, graph._codegen, users, details, *rest)
 
 
-def look_at_graph(gm: GraphModule, before: GraphState) -> GraphState:
+def later_graph_state(gm: GraphModule, before: GraphState) -> GraphState:
     """A graph, only to be compared, at once; nodes that are as they were before have the very row of before."""
     nodes = list(gm.graph.nodes)
     known: Iterable[Row | None] = before.rows
@@ -238,7 +233,8 @@ def restore_graph(gm: GraphModule, state: WholeGraphState) -> None:
     for key in [k for k in gm.__dict__ if k in _DERIVED and k not in state.derived]:
         del gm.__dict__[key]
     gm.__dict__.update(state.derived)
-    _set_own_forward(gm, state.forward)
+    for key, value in state.forward.items():
+        setattr(type(gm), key, value)
 
 
 def _nodes_in(args: Any, kwargs: Any) -> dict[Node, None]:
@@ -252,16 +248,6 @@ def _nodes_in(args: Any, kwargs: Any) -> dict[Node, None]:
     map_arg(args, note)
     map_arg(kwargs, note)
     return found
-
-
-def _own_forward(gm: GraphModule) -> dict[str, Any]:
-    """The generated functions on the class that belongs to this one instance."""
-    return {k: v for k, v in vars(type(gm)).items() if k in ("forward", "__call__", "_wrapped_call", "_call_impl")}
-
-
-def _set_own_forward(gm: GraphModule, functions: dict[str, Any]) -> None:
-    for key, value in functions.items():
-        setattr(type(gm), key, value)
 
 
 def codegen(graph: Graph) -> Any:
@@ -320,17 +306,6 @@ def graph_order(nodes: list[Node]) -> dict[Node, int]:
     return dict(zip(nodes, range(len(nodes)), strict=True))
 
 
-def inputs_of(nodes: list[Node]) -> list[Collection[Node]]:
-    """What every node reads: its `all_input_nodes`, without making a list of them for each."""
-    return [node._input_nodes for node in nodes]
-
-
-def are_listed(graph: Graph, nodes: list[Node]) -> bool:
-    """Whether all nodes are in the table that `find_nodes` looks them up in."""
-    table = graph._find_nodes_lookup_table
-    return all(map(table.__contains__, nodes))
-
-
 def sort_users(graph: Graph) -> None:
     """Put every node's users in graph order, the order in which a trace makes them."""
     order = graph_order(list(graph.nodes))
@@ -338,11 +313,6 @@ def sort_users(graph: Graph) -> None:
         places = [*map(order.__getitem__, node.users)]
         if places != sorted(places):
             node.users = dict.fromkeys(sorted(node.users, key=order.__getitem__))
-
-
-def is_number_class(value: Any) -> bool:
-    """Whether a value is a symbolic size of an exported graph."""
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -359,30 +329,23 @@ def returns_alias(op: Any) -> bool:
     return any(r.alias_info is not None for r in op._schema.returns)
 
 
+_NO_MEMORY = (RuntimeError, NotImplementedError, ValueError)
+"""What torch raises where a tensor is asked for its memory and has none; ValueError for lazy parameters."""
+
+
 def addresses_of(tensors: list[torch.Tensor]) -> list[int | None]:
     """The addresses of tensors."""
     try:
         return list(map(torch.Tensor.data_ptr, tensors))
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (*_NO_MEMORY, TypeError):
         return list(map(address_of, tensors))
-
-
-_get_nbytes = operator.attrgetter("nbytes")
-
-
-def sizes_of(tensors: list[torch.Tensor]) -> list[int]:
-    """The bytes of tensors."""
-    try:
-        return list(map(_get_nbytes, tensors))
-    except (RuntimeError, NotImplementedError):  # sparse ones do not know
-        return [tensor.numel() * tensor.element_size() for tensor in tensors]
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
     """The address of a tensor's first element; None for tensors that have none."""
     try:
         return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except _NO_MEMORY:
         return None
 
 
@@ -390,7 +353,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     """The address of the memory that a tensor is a part of; None for tensors that have none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except _NO_MEMORY:
         return None
 
 
@@ -400,7 +363,7 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     try:
         storage = tensor.untyped_storage()
         start, last = (place * tensor.element_size() for place in span_of(tensor))
-    except RuntimeError:
+    except _NO_MEMORY:
         return None
     if not tensor.numel():
         return None
@@ -424,10 +387,9 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def versions_of(tensors: list[torch.Tensor]) -> list[int | None]:
-    """The in-place counters of many tensors; it is asked at every call of an optimized model, so it is quick. After a
-    call none of them is in the processor's cache any more; to copy the list fetches all tensors at once."""
+    """The in-place counters of many tensors; every call of an optimized model reads them, so it is quick."""
     try:
-        return [tensor._version for tensor in tensors.copy()]
+        return [tensor._version for tensor in tensors]
     except RuntimeError:
         return [version_of(tensor) for tensor in tensors]
 
@@ -438,11 +400,11 @@ _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-"""Whether autocast is on for any kind of device, or torch cannot tell."""
+"""Whether autocast is on for any kind of device, or torch does not say."""
 
 
 def is_plain() -> bool:
-    """Whether operations just compute here: nobody observes them, and there is no autocast. It is asked at every call
+    """Whether operations just compute here: nothing observes them, and there is no autocast. It is asked at every call
     of an optimized model, so it is quick, and one question. To dynamo, every answer of torch's is something."""
     if _transforms() is None and _trace() is None and not _modes() and not is_autocast_on():
         return forward_ad._current_level < 0
@@ -476,3 +438,47 @@ def retrace_as_pickle_does(gm: GraphModule) -> GraphModule:
     body = {k: dict(v) if k in TABLES else v for k, v in arguments[0].items()}
     again: GraphModule = rebuild(body, *arguments[1:])
     return again
+
+
+def join_path(path: str, key: str) -> str:
+    """The full name of an entry of the module at a path."""
+    return f"{path}.{key}" if path else key
+
+
+def tensor_places(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(full name, table, key) of every parameter and buffer, also under a second name; not of scripted modules."""
+    for path, module in walk_modules(root):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for entries in (table(module, "_parameters"), table(module, "_buffers")):
+            for key in [k for k, tensor in entries.items() if tensor is not None]:
+                yield join_path(path, key), entries, key
+
+
+def named_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer by its full name, also under a second name."""
+    return {name: table[key] for name, table, key in tensor_places(root)}
+
+
+def registered_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter, then every buffer, by its full name, also under a second name; those of scripted modules too."""
+    return dict((*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)))
+
+
+def parameter_over(values: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter of these values; those that were made in inference mode can only be wrapped there."""
+    with torch.inference_mode(values.is_inference()):
+        return nn.Parameter(values, requires_grad=requires_grad)
+
+
+def find_tensor(gm: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter or buffer of a full name; none of a scripted module."""
+    path, _, key = name.rpartition(".")
+    try:
+        module = gm.get_submodule(path)
+    except AttributeError:
+        return None
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
+    found = table(module, "_parameters").get(key)
+    return found if found is not None else table(module, "_buffers").get(key)

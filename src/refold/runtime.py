@@ -1,6 +1,9 @@
-"""Functions that rewritten graphs call where plain torch has none that fits."""
+"""What generated graphs call where plain torch has no function that fits."""
 
 from __future__ import annotations
+
+import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,3 +34,24 @@ def linear_with_batch_norm(
     plain_weight = weight / scale
     normed = x * scale.reshape(along) + shift.reshape(along)
     return F.linear(normed, plain_weight, bias - plain_weight @ shift)
+
+
+def class_named(module: str, name: str) -> Any:
+    """The class of this name."""
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def new_object(module: str, name: str, attributes: dict[str, Any]) -> Any:
+    """A new object of the class of this name, with these attributes. (In words that torch.compile can follow.)"""
+    made = object.__new__(class_named(module, name))
+    for key, value in attributes.items():
+        object.__setattr__(made, key, value)
+    return made
+
+
+def return_type(name: str, values: tuple[Any, ...]) -> Any:
+    """What torch gives several values in, such as ``torch.return_types.topk``."""
+    return getattr(torch.return_types, name)(values)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from refold.command_line.errors import WrongInput
-from refold.command_line.wording import kind_of
+from refold.errors import WrongInput
+from refold.wording import kind_of
 
 
 def names_a_function(text: str) -> bool:
@@ -37,7 +37,7 @@ def load_function(text: str, what: str) -> Callable[..., Any]:
 
 
 def call(function: Callable[..., Any], text: str, *args: Any) -> Any:
-    """Call a user's function; what it raises is told as one sentence."""
+    """Call a user's function; what it raises becomes one sentence."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:

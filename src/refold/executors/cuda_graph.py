@@ -1,40 +1,40 @@
 """A captured CUDA graph for each input shape: one launch replays all kernels, at no cost in Python.
 
-What a user must know: inputs are copied into fixed buffers and outputs are copied out of them (a clone of each, so the
-result of a call is never overwritten by the next; `clone_outputs=False` hands out the buffers themselves). Weights are
-read from where they lay at capture: changes in place are followed, a replaced parameter is not.
+Inputs are copied into fixed buffers and outputs are copied out of them, so that a result is never overwritten by the
+next call. Weights are read from where they lay at capture: changes in place are seen, a replaced parameter is not.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
-from .. import fx_private
-from .assembly import assembler
-from .base import Checked, Executor, PreparationFailed, T, first_line, refuse_training, run_example
-from .plain import Plain
-from .signature import Signature, UnsupportedInput, example, refuse_gradients
-from .tree import Layout
+from refold import fx_private
+from refold.errors import PreparationFailed
+from refold.executors.input_spec import InputSpec, example, refuse_gradients
+from refold.executors.interface import Checked, Executor, refuse_training, run_example
+from refold.executors.plain import Plain
+from refold.executors.recorded_sizes import RecordedSizes
+from refold.nested import OUTPUT, Tree, flatten, rebuild, rebuilder
+from refold.patterns.packing.token_operators import OPERATORS
+from refold.wording import first_line
 
+_ASKS_THE_MASK = OPERATORS.token_plan.default
 _WARM_UP_CALLS = 3
-_FIRST = 0  # the number of the graph that an executor captures when it prepares
+_SHARE_OF_MEMORY = 0.05  # of the device, for all graphs of one model
 
 
 class CudaGraph(Executor):
-    """Captures what `inner` prepares. `new_shapes` says what a call with another shape does:
-
-    "raise" `UnsupportedInput`; "capture" a graph for it, forgetting the one not used for longest beyond `max_shapes`;
-    or run it "eager", through the module itself.
-    """
+    """Captures what `inner` prepares. `new_shapes`: a call with another shape is to "raise" `UnsupportedInput`,
+    or "capture" a graph for it when it comes for the n-th time (`sightings`; `inner` must take any size where that is
+    not the first), and beyond `max_shapes` drop the one that was not used for longest."""
 
     def __init__(
         self,
@@ -42,20 +42,24 @@ class CudaGraph(Executor):
         *,
         inner: Executor | None = None,
         max_shapes: int = 8,
-        new_shapes: Literal["raise", "capture", "eager"] = "raise",
-        clone_outputs: bool = True,
+        new_shapes: Literal["raise", "capture"] = "raise",
+        sightings: int = 1,
         superseded_by: str | None = None,
     ) -> None:
         self.name = name
         self.inner = inner or Plain()
         self.max_shapes = max_shapes
         self.new_shapes = new_shapes
-        self.clone_outputs = clone_outputs
+        self.sightings = sightings
         self.superseded_by = superseded_by
 
     @property
-    def follows_weights(self) -> bool:  # type: ignore[override]
-        return self.inner.follows_weights
+    def reads_live_weights(self) -> bool:  # type: ignore[override]
+        return self.inner.reads_live_weights
+
+    @property
+    def keeps_meaning(self) -> bool:  # type: ignore[override]
+        return self.inner.keeps_meaning
 
     @property
     def takes_minutes(self) -> bool:  # type: ignore[override]
@@ -68,71 +72,54 @@ class CudaGraph(Executor):
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
+        if isinstance(module, GraphModule) and any(n.target is _ASKS_THE_MASK for n in module.graph.nodes):
+            raise PreparationFailed(
+                "The graph asks the mask of each call for its tokens, and a replay cannot wait for it."
+            )
         return GraphRunner(self, module, args, kwargs)
 
 
 class GraphRunner(Checked):
-    """Finds the graph of a call's signature; where there is none, the executor's settings say what to do."""
+    """Replays the graph that was captured for the sizes of a call. Where there is none, what it is captured of runs."""
 
-    hides_looks_from = 0
+    is_asynchronous = True
 
     def __init__(self, executor: CudaGraph, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.executor = executor
         self.module = module
-        self.graphs: OrderedDict[int, CapturedGraph] = OrderedDict()
-        self._numbers = itertools.count(_FIRST)
+        self.graphs: RecordedSizes[CapturedGraph] = RecordedSizes(executor.max_shapes, executor.sightings)
         # One pool for all shapes: outputs are copied out before the next replay can use the same memory.
-        self.pool = torch.cuda.graph_pool_handle() if executor.clone_outputs else None
+        self.pool = torch.cuda.graph_pool_handle()
         self.lock = threading.Lock()
         self.turn = Turn()
-        self.signature = self.capture(args, kwargs).signature
+        self.spec = InputSpec.of(args, kwargs, open_sizes=executor.new_shapes == "capture")
+        first = CapturedGraph(self, *example(args, kwargs)[1:])
+        self.graphs.add(_sizes(self.spec.tensors(args, kwargs)), first)
+        self.direct = first.call
+        self.most_memory = _SHARE_OF_MEMORY * torch.cuda.get_device_properties(first.device).total_memory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.lock:
-            graph, tensors = self._find(args, kwargs)
-            if graph is not None:
-                return graph.compute(tensors)
-        return self.module(*args, **kwargs)
+        return self.run_checked(self.spec.tensors(args, kwargs), args, kwargs)
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.lock:
-            first = self.graphs.get(_FIRST)
-            if first is not None:  # not forgotten for others
-                self.graphs.move_to_end(_FIRST)
-                return first.compute(tensors)
-        return self(*args, **kwargs)
-
-    def run_while(
-        self, look: Callable[[], T], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, T]:
-        return self.run_checked(tensors, args, kwargs), look()  # the device computes, and nobody waits for it here
-
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedGraph | None, list[torch.Tensor]]:
-        """The graph for this call, the latest used first, and the call's tensors."""
-        problem = UnsupportedInput("No graph was captured.")
-        for key, graph in reversed(self.graphs.items()):
             try:
-                tensors = graph.signature.tensors(args, kwargs)
-            except UnsupportedInput as error:
-                problem = error
-                continue
-            self.graphs.move_to_end(key)
-            return graph, tensors
-        if self.executor.new_shapes == "raise":
-            raise problem
-        if self.executor.new_shapes == "eager":
-            return None, []
-        graph = self.capture(args, kwargs)
-        return graph, graph.signature.tensors(args, kwargs)
+                graph = self.graphs.find(_sizes(tensors), lambda: self._capture(args, kwargs))
+            except PreparationFailed:  # out of memory, perhaps
+                graph = None
+            if graph is not None:
+                return graph.compute(tensors)
+        return self.direct(*args, **kwargs)
 
-    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
-        """Capture a graph for inputs like these and remember it."""
-        signature, layout, tensors = example(args, kwargs)
-        graph = CapturedGraph(self, signature, layout, tensors)
-        self.graphs[next(self._numbers)] = graph
-        while len(self.graphs) > self.executor.max_shapes:
-            self.graphs.popitem(last=False)
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
+        graph, held = CapturedGraph(self, *example(args, kwargs)[1:]), self.graphs.recordings.values()
+        while held and graph.memory + sum(other.memory for other in held) > self.most_memory:
+            self.graphs.forget_oldest()
         return graph
+
+
+def _sizes(tensors: list[torch.Tensor]) -> tuple[torch.Size, ...]:
+    return tuple([tensor.shape for tensor in tensors])
 
 
 class Turn:
@@ -153,24 +140,24 @@ class Turn:
 
 
 class CapturedGraph:
-    """One captured graph with its input buffers. `tensors` (copies that nobody else holds) become the buffers."""
+    """One captured graph with its input buffers. `tensors` (copies that are held here only) become the buffers."""
 
-    def __init__(self, owner: GraphRunner, signature: Signature, layout: Layout, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, owner: GraphRunner, tree: Tree, tensors: list[torch.Tensor]) -> None:
         _refuse_host_tensors(tensors, "takes")
-        self.signature = signature
-        # Kept alive here: the graph reads their memory, whoever else lets go of them.
+        # Kept alive here: the graph reads their memory, also if the module is gone.
         self.weights = [*owner.module.parameters(), *owner.module.buffers()]
         self.buffers = tensors
-        self.clone_outputs = owner.executor.clone_outputs
         self.turn = owner.turn
         self.device = tensors[0].get_device()
         self.graph = torch.cuda.CUDAGraph()
-        args, kwargs = layout.fill(tensors)
+        args, kwargs = rebuild(tree, tensors)
+        before = torch.cuda.memory_reserved(self.device)
         with torch.cuda.device(self.device), torch.no_grad():
-            run_example(owner.module, layout, tensors)
+            run_example(owner.module, tree, tensors)
             self.call = owner.executor.inner.prepare(owner.module, args, kwargs)
-            made, self.outputs = Layout.of_output(self._record(args, kwargs, owner))
-        self.assemble = assembler(made)
+            made, self.outputs = flatten(self._record(args, kwargs, owner), OUTPUT)
+        self.memory = max(0, torch.cuda.memory_reserved(self.device) - before)
+        self.assemble = rebuilder(made)
         _refuse_host_tensors(self.outputs, "returns")
 
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], owner: GraphRunner) -> Any:
@@ -203,10 +190,8 @@ class CapturedGraph:
         self.turn.begin(self.device)
         _copy(tensors, self.buffers)
         self.graph.replay()
-        outputs = self.outputs
-        if self.clone_outputs:
-            outputs = [torch.empty_like(output) for output in self.outputs]
-            _copy(self.outputs, outputs)
+        outputs = [torch.empty_like(output) for output in self.outputs]
+        _copy(self.outputs, outputs)
         self.turn.end()
         return outputs
 
@@ -223,7 +208,7 @@ def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
 def _own_workspaces() -> Iterator[None]:
     """Let cuBLAS make its workspaces anew inside, and forget them afterwards. A workspace that was there before may be
     given up by others while the graph still writes into it (inductor does so for its own graphs); one that is made
-    during the capture lies in the graph's own memory, and must not be used by anybody else."""
+    during the capture lies in the graph's own memory, and must not be used by anything else."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     torch.cuda.synchronize()
     if clear is not None:

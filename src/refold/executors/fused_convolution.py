@@ -14,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from ..aliasing import written_by
-from ..match import Call, GraphView, example_value, match_conv, per_axis
-from ..purity import name_of
-from .fusible import DTYPES, activation_of
+from refold.graph.aliasing import written_by
+from refold.graph.targets import name_of
+from refold.graph.values import example_value
+from refold.graph.view import Call, GraphView
+from refold.patterns.activations import DTYPES, activation_of
+from refold.rewrite.operators import CONVOLUTION
+from refold.rewrite.refusal import attempt
 
 _Maybe = torch.Tensor | None
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -56,7 +59,7 @@ def _channels_last(image: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Site:
+class _ConvolutionWithRelu:
     """A convolution, the addition behind it if there is one, and the ReLU behind that."""
 
     conv: Call
@@ -76,7 +79,7 @@ def fuse_convolutions(gm: GraphModule) -> int:
     return len(sites)
 
 
-def _match(view: GraphView, relu: Node) -> _Site | None:
+def _match(view: GraphView, relu: Node) -> _ConvolutionWithRelu | None:
     value = _rectified(view, relu)
     if value is None or len(value.users) > 1:
         return None
@@ -86,15 +89,15 @@ def _match(view: GraphView, relu: Node) -> _Site | None:
         if operands is None:
             return None
         add, (image, residual) = value, operands
-    conv = match_conv(view, image, 2)
+    conv = attempt(CONVOLUTION.match, view, image, 2)
     if not isinstance(conv, Call):
         return None
-    geometry = _plain_geometry(view, conv)
+    geometry = _plain_geometry(conv)
     inside = {image, add, relu}
     others = [node for node in view.writers_between(image, relu) if node not in inside]
     if geometry is None or others or view.mode_switches_between(image, relu):
         return None
-    return _Site(conv, geometry, add, residual, relu)
+    return _ConvolutionWithRelu(conv, geometry, add, residual, relu)
 
 
 def _rectified(view: GraphView, node: Node) -> Node | None:
@@ -104,7 +107,7 @@ def _rectified(view: GraphView, node: Node) -> Node | None:
 
 
 def _added(view: GraphView, add: Node) -> tuple[Node, Node] | None:
-    """A convolution that nobody else reads, and the image of the same size that is added to it."""
+    """A convolution without another reader, and the image of the same size that is added to it."""
     if len(add.args) != 2 or add.kwargs not in ({}, {"alpha": 1}) or add.args[0] is add.args[1]:
         return None
     a: Any
@@ -114,29 +117,24 @@ def _added(view: GraphView, add: Node) -> tuple[Node, Node] | None:
         sizes = [(value.shape, value.dtype) for value in map(example_value, (image, other)) if value is not None]
         if len(sizes) < 2 or sizes[0] != sizes[1] or len(image.users) > 1:
             continue
-        if isinstance(match_conv(view, image, 2), Call):
+        if isinstance(attempt(CONVOLUTION.match, view, image, 2), Call):
             return image, other
     return None
 
 
-def _plain_geometry(view: GraphView, conv: Call) -> _Geometry | None:
+def _plain_geometry(conv: Call) -> _Geometry | None:
     """Stride, padding and dilation of a convolution of a batch, without groups and with zeros around."""
-    module: Any = view.module(conv.path) if conv.path is not None else None
-    given = {key: getattr(module, key) for key in ("stride", "padding", "dilation", "groups") if module is not None}
-    given |= conv.settings
     read = example_value(conv.input)
     if read is None or read.dim() != 4 or read.dtype is not conv.weight.dtype or read.dtype not in DTYPES:
         return None
-    if given.get("groups", 1) != 1 or getattr(module, "padding_mode", "zeros") != "zeros":
+    if conv.settings["groups"] != 1 or conv.settings["padding_mode"] != "zeros":
         return None
-    stride, padding, dilation = (
-        per_axis(given.get(key, default), 2) for key, default in (("stride", 1), ("padding", 0), ("dilation", 1))
-    )
+    stride, padding, dilation = (conv.settings[key] for key in ("stride", "padding", "dilation"))
     sizes = (*stride, *padding, *dilation, *read.shape)
     return (stride, padding, dilation) if all(type(size) is int for size in sizes) else None
 
 
-def _can_run(site: _Site) -> bool:
+def _can_run(site: _ConvolutionWithRelu) -> bool:
     """Whether there is a kernel for it."""
     device = site.conv.weight.device
     if device.type == "cuda" and not torch.backends.cudnn.enabled:
@@ -152,7 +150,7 @@ def _can_run(site: _Site) -> bool:
     return True
 
 
-def _fuse(gm: GraphModule, site: _Site, fused: dict[Node, Node]) -> Node:
+def _fuse(gm: GraphModule, site: _ConvolutionWithRelu, fused: dict[Node, Node]) -> Node:
     """Put one call in place of the site; `fused` says what other sites became."""
     operands = site.conv.operands
     image, residual = (fused.get(value, value) if value else None for value in (site.conv.input, site.residual))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from torch import nn
 from torch.fx import GraphModule
 
-from ..explaining import hollow_copy
-from .fused_convolution import fuse_convolutions
-from .fused_linear import fuse_linears
-from .signature import PreparationFailed
+from refold.errors import PreparationFailed
+from refold.executors.fused_convolution import fuse_convolutions
+from refold.executors.fused_linear import fuse_linears
+from refold.record.copies import shared_copy
 
 
 def with_fused_kernels(module: nn.Module) -> GraphModule:
     """A copy of a graph over the same weights, with fused kernels wherever there are some."""
     if not isinstance(module, GraphModule):
         raise PreparationFailed("Kernels can be fused in a captured graph only.")
-    lowered = hollow_copy(module)
+    lowered = shared_copy(module)
     if not fuse_convolutions(lowered) + fuse_linears(lowered):
         raise PreparationFailed("No layer is followed by an activation that a kernel could compute with it.")
     lowered.graph.lint()

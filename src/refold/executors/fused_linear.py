@@ -14,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from ..arguments import argument
-from ..layout import has_dtype
-from ..match import Call, GraphView, example_value, match_addmm, match_linear
-from ..purity import name_of
-from .fusible import DTYPES, activation_of
+from refold.graph.arguments import argument
+from refold.graph.layout import has_dtype
+from refold.graph.targets import name_of
+from refold.graph.values import example_value
+from refold.graph.view import Call, GraphView
+from refold.patterns.activations import DTYPES, activation_of
+from refold.rewrite.operators import ADDMM, LINEAR
+from refold.rewrite.refusal import attempt
 
 _VIEWS = ("view", "reshape", "_unsafe_view")
 
@@ -45,7 +48,7 @@ def _shape_of_linear_activation(x: torch.Tensor, weight: torch.Tensor, bias: tor
 
 
 @dataclass(frozen=True)
-class _Site:
+class _LinearWithActivation:
     """A linear layer, and the activation behind it or behind views of it."""
 
     linear: Call
@@ -62,27 +65,26 @@ def fuse_linears(gm: GraphModule) -> int:
     return len(sites)
 
 
-def _match(view: GraphView, node: Node) -> _Site | None:
+def _match(view: GraphView, node: Node) -> _LinearWithActivation | None:
     kind = activation_of(view, node)
     value: Any = node.args[0] if kind is not None and node.args else None
     while isinstance(value, Node) and len(value.users) == 1 and name_of(value) in _VIEWS and not has_dtype(value):
         value = value.args[0]
     if not isinstance(value, Node) or len(value.users) != 1:
         return None
-    linear = match_linear(view, value)
-    linear = match_addmm(view, value) if linear is None else linear
+    linear = attempt(LINEAR.match, view, value) or attempt(ADDMM.match, view, value)
     if not isinstance(linear, Call) or view.mode_switches_between(value, node):
         return None
     read, weight = example_value(linear.input), linear.weight
     if read is None or read.dim() < 2 or read.dtype is not weight.dtype or read.dtype not in DTYPES:
         return None
-    return _Site(linear, node, gelu=kind == "gelu")
+    return _LinearWithActivation(linear, node, gelu=kind == "gelu")
 
 
-def _fuse(gm: GraphModule, site: _Site) -> None:
+def _fuse(gm: GraphModule, site: _LinearWithActivation) -> None:
     """The activation moves to the layer, before the views."""
     node, operands = site.linear.node, site.linear.operands
-    is_turned = "out" not in site.linear.settings
+    is_turned = site.linear.out_axis == 0
     rows = argument(node, 0, "input") if is_turned else node.args[1]  # of now: the layer before may be fused already
     with gm.graph.inserting_before(node):
         weight = gm.graph.get_attr(operands["weight"].name)

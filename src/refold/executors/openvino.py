@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
-from .base import Executor, PreparationFailed, Runner, T, first_line, refuse_training
-from .beside import WORTH_A_THREAD, is_worth_waking
-from .engine import EnginePlan, plan_for_engine
-from .grouped_attention import spell_out_groups
-from .ready_outputs import ReadyOutputs, computed_by, readable
+from refold.errors import PreparationFailed
+from refold.executors.exported_engine import EnginePlan, plan_for_engine
+from refold.executors.interface import Executor, Runner, refuse_training
+from refold.executors.meaning import prepare_engine
+from refold.wording import first_line
 
 _TYPES = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
@@ -23,22 +24,27 @@ _TYPES = frozenset(
 
 class OpenVino(Executor):
     name = "openvino"
-    follows_weights = False
+    reads_live_weights = False
+    keeps_meaning = True
 
     def available(self, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"openvino is used on CPU only, not on {device.type}"
         if importlib.util.find_spec("openvino") is None:
-            return "openvino is not installed (pip install 'refold[openvino]')"
+            return "openvino is not installed (pip install openvino)"
         return None
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
         plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, open_sizes=False)
+        return prepare_engine(self, plan, module, self.build)
+
+    def build(self, plan: EnginePlan, module: nn.Module) -> RequestRunner:
+        """Prepare what was exported; whether it means what torch means is another matter."""
         try:
-            session = CompiledSession(plan, _compile(plan))
-            plan.check(computed_by(session, plan))
-            return RequestRunner(plan, module, session)
+            runner = RequestRunner(plan, module, _compile(plan))
+            plan.check(runner.compute(plan.tensors, plan.unwritten()))
+            return runner
         except PreparationFailed:
             raise
         except Exception as error:
@@ -46,27 +52,10 @@ class OpenVino(Executor):
 
 
 class RequestRunner(Runner):
-    """Runs on the memory of the caller's tensors and writes into fresh outputs: nothing is copied."""
+    """Runs on the memory of the caller's tensors and writes into fresh outputs: nothing is copied. (Started in a thread
+    of the engine's, a call takes longer than in the caller's.)"""
 
-    def __init__(self, plan: EnginePlan, module: nn.Module, session: CompiledSession) -> None:
-        super().__init__(plan.signature, module)
-        self.ready = ReadyOutputs(session, plan.outputs)
-        if is_worth_waking(lambda: self.run(plan.tensors)):
-            self.hides_looks_from = WORTH_A_THREAD
-
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        return self.ready.run(tensors)
-
-    def run_while(
-        self, look: Callable[[], T], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, T]:
-        return self.ready.run_while(look, tensors)
-
-
-class CompiledSession:
-    """Requests of a compiled model. (Started in a thread of the engine's, a call takes longer than in the caller's.)"""
-
-    def __init__(self, plan: EnginePlan, compiled: Any) -> None:
+    def __init__(self, plan: EnginePlan, module: nn.Module, compiled: Any) -> None:
         from openvino import Tensor
 
         if len(compiled.inputs) != len(plan.tensors) or len(compiled.outputs) != len(plan.expected):
@@ -74,26 +63,42 @@ class CompiledSession:
                 f"openvino made {len(compiled.inputs)} inputs and {len(compiled.outputs)} outputs out of "
                 f"{len(plan.tensors)} and {len(plan.expected)}, so they cannot be matched."
             )
-        self.request = compiled.create_infer_request
-        self._share = Tensor
+        super().__init__(plan.spec, module)
+        self._outputs, self._share = plan.outputs, Tensor
+        # it computes some 64-bit integers as 32-bit ones, also where they are a result
+        names = [output.element_type.get_type_name() for output in compiled.outputs]
+        self._other_types = [
+            index
+            for index, (name, value) in enumerate(zip(names, plan.expected, strict=True))
+            if name == "i32" and value.dtype == torch.int64
+        ]
+        self._new_request = compiled.create_infer_request
+        self._idle: list[Any] = []  # a request runs one call at a time, and calls may come from many threads
 
-    def write_into(self, request: Any, results: list[torch.Tensor]) -> None:
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        return self._outputs.build(self.compute(tensors, self._outputs.fresh()), tensors)
+
+    def compute(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Write what is computed from tensors into others; these."""
+        try:
+            request = self._idle.pop()
+        except IndexError:
+            request = self._new_request()
+        readable = [tensor.detach().contiguous().resolve_neg() for tensor in tensors]
+        for index, tensor in enumerate(readable):
+            request.set_input_tensor(index, self._share(tensor.numpy(), shared_memory=True))
         for index, result in enumerate(results):
-            request.set_output_tensor(index, self._share(result.numpy(), shared_memory=True))
-
-    def read_from(self, request: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        held = []
-        for index, tensor in enumerate(tensors):
-            held.append(readable(tensor))
-            request.set_input_tensor(index, self._share(held[-1].detach().numpy(), shared_memory=True))
-        return held
-
-    def run(self, request: Any) -> None:
+            if index not in self._other_types:
+                request.set_output_tensor(index, self._share(result.numpy(), shared_memory=True))
         request.infer(share_outputs=True)
+        for index in self._other_types:
+            results[index].copy_(torch.from_numpy(request.get_output_tensor(index).data))
+        self._idle.append(request)  # not one that failed
+        return results
 
 
 def _compile(plan: EnginePlan) -> Any:
-    """Compile for these very shapes. The plugin would take bf16 by itself where the processor has it: f32 is asked for.
+    """Compile for these very shapes. The plugin would take bf16 by itself where the processor has it: it is set to f32.
 
     Converting makes every dimension dynamic, hence the `reshape`.
     """
@@ -109,3 +114,42 @@ def _compile(plan: EnginePlan) -> Any:
         model = openvino.convert_model(spell_out_groups(plan.exported))
     model.reshape({index: list(tensor.shape) for index, tensor in enumerate(plan.tensors)})
     return openvino.Core().compile_model(model, "CPU", settings)
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def spell_out_groups(exported: ExportedProgram) -> ExportedProgram:
+    """The same program with key and value heads repeated wherever attention shares them."""
+    if not any(_is_grouped(node) for node in exported.graph.nodes):
+        return exported
+    return exported.run_decompositions({_ATTENTION: _attend_with_repeated_heads})
+
+
+def _is_grouped(node: torch.fx.Node) -> bool:
+    return node.target is _ATTENTION and bool(node.kwargs.get("enable_gqa", False))
+
+
+def _attend_with_repeated_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if not enable_gqa:
+        return NotImplemented  # leave the operator as it is
+    heads = query.shape[-3]
+    key, value = _repeat(key, heads), _repeat(value, heads)
+    return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def _repeat(heads_last: torch.Tensor, heads: int) -> torch.Tensor:
+    """(…, groups, length, width) → (…, heads, length, width), each group standing for its neighbours."""
+    *front, groups, length, width = heads_last.shape
+    wide = heads_last.unsqueeze(-3).expand(*front, groups, heads // groups, length, width)
+    return wide.reshape(*front, heads, length, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from .base import CallRunner, Executor
-from .signature import example
+from refold.executors.input_spec import example
+from refold.executors.interface import CallRunner, Executor
 
 
 class Plain(Executor):
     name = "plain"
+    takes_any_size = True
+    keeps_meaning = True
 
     def available(self, device: torch.device) -> str | None:
         return None
@@ -22,5 +25,5 @@ class Plain(Executor):
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if not isinstance(module, GraphModule):
             return module
-        signature, layout, tensors = example(args, kwargs)
-        return CallRunner(signature, module, module, layout, tensors)
+        spec, tree, tensors = example(args, kwargs, open_sizes=True)
+        return CallRunner(spec, module, module, tree, tensors, unchecked=functools.partial(nn.Module.__call__, module))

@@ -1,41 +1,45 @@
 """The report of a run: plain data, text, a notebook table, JSON, and one offline HTML page."""
 
+from refold.errors import BadReport
 from refold.report.data import (
+    Calls,
+    ExactnessSummary,
     ExecutorRow,
     GraphData,
     GraphNode,
+    Headroom,
+    LeftOut,
     Machine,
     ModelSummary,
     NodeLink,
     OutputError,
     Ratio,
-    Refusal,
-    Report,
+    RefusalRow,
     RewriteCard,
-    Site,
+    SiteRow,
     TimingBar,
-    Verification,
 )
-from refold.report.graph import graph_data
-from refold.report.html import write_html
-from refold.report.plain import BadReport
+from refold.report.document import Report
+from refold.report.graph_nodes import graph_data
 
 __all__ = [
     "BadReport",
+    "Calls",
+    "ExactnessSummary",
     "ExecutorRow",
     "GraphData",
     "GraphNode",
+    "Headroom",
+    "LeftOut",
     "Machine",
     "ModelSummary",
     "NodeLink",
     "OutputError",
     "Ratio",
-    "Refusal",
+    "RefusalRow",
     "Report",
     "RewriteCard",
-    "Site",
+    "SiteRow",
     "TimingBar",
-    "Verification",
     "graph_data",
-    "write_html",
 ]

@@ -1,4 +1,4 @@
-"""The report as plain data: what was rewritten, how exact it is, how fast it got, and both graphs.
+"""The parts of a report, as plain data: what was rewritten, how exact it is, how fast it got, and both graphs.
 
 Everything is a frozen dataclass of text, numbers and tuples; nothing here knows a tensor or a model. Every field that
 can be left out has a default, so a report can be built from whatever is known.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from refold.report.plain import BadReport, decode, encode
+from refold.report.json_data import encode
 
 SCHEMA = "refold.report"
 VERSION = 1
 
 Status = Literal["kept", "taken back", "refused", "no match"]
 Role = Literal["original", "refold", "other"]
-Choice = Literal["chosen", "tried", "not tried"]
+Verdict = Literal["faster", "slower", "not decided"]
+ExecutorStatus = Literal["chosen", "tried", "not tried"]
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,47 @@ class Ratio:
     low: float
     high: float
 
+    @property
+    def verdict(self) -> Verdict:
+        """What the spread says: only where it lies wholly on one side of 1, anything is decided."""
+        return "faster" if self.low > 1 else "slower" if self.high < 1 else "not decided"
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """How near the original comes to what this machine can multiply and move, in a sentence, and as a share."""
+
+    sentence: str
+    share: float | None = None  # of the limit, from 0 to 1
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Work of one kind (tokens, products) in a call of the original, and what is left of it."""
+
+    unit: str
+    before: float
+    after: float
+    why: str = ""
+
+    @property
+    def share(self) -> float:
+        """How much of it is not done any more, from 0 to 1."""
+        return 1 - self.after / self.before if self.before else 0.0
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How many calls of an optimized model ran the fast way, how many the original, and why: (reason, count) pairs."""
+
+    fast: int = 0
+    original: int = 0
+    reasons: tuple[tuple[str, int], ...] = ()
+
 
 @dataclass(frozen=True)
 class OutputError:
-    """One output against the float64 reference: the rewritten model's error beside the original's own."""
+    """One output against the float64 reference: the rewritten model's error and the original's own."""
 
     name: str
     error: float
@@ -41,7 +78,7 @@ class OutputError:
 
 
 @dataclass(frozen=True)
-class Verification:
+class ExactnessSummary:
     """A grade in a word or two, a sentence that explains it, and whether it passed (None: was not run)."""
 
     grade: str
@@ -51,7 +88,7 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Site:
+class SiteRow:
     """One place that a rewrite changed: node names in the graph before it and after it."""
 
     description: str
@@ -60,7 +97,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusalRow:
     """A node that a rewrite left alone, and the sentence that says why."""
 
     node: str
@@ -76,16 +113,16 @@ class RewriteCard:
     kind: str = ""  # "structural", "parametric", or empty where no weight is touched
     signature: str = ""  # text, because JavaScript cannot hold a 64-bit integer
     algebra: str = ""
-    sites: tuple[Site, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
-    verification: Verification | None = None
+    sites: tuple[SiteRow, ...] = ()
+    refusals: tuple[RefusalRow, ...] = ()
+    verification: ExactnessSummary | None = None
     gain: Ratio | None = None
     note: str = ""
 
 
 @dataclass(frozen=True)
 class TimingBar:
-    """One measured contender, in seconds."""
+    """One measured candidate, in seconds."""
 
     name: str
     median: float
@@ -97,12 +134,15 @@ class TimingBar:
 
 @dataclass(frozen=True)
 class ExecutorRow:
-    """One way to run the model: whether it was tried and chosen, and if not, why not."""
+    """One way to run the model: whether it was tried and chosen, and if not, why not; the bytes it holds beside the
+    model, and those that it needs at most during a call."""
 
     name: str
-    choice: Choice
+    choice: ExecutorStatus
     why: str = ""
     seconds: float | None = None
+    resident: int | None = None
+    peak: int | None = None
 
 
 @dataclass(frozen=True)
@@ -156,13 +196,15 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Report:
-    """The result of one run, ready to be shown as text, JSON, a notebook table or one offline page."""
+class ReportData:
+    """The result of one run, as plain data."""
 
     title: str
     model: ModelSummary
     speedup: Ratio | None = None
-    exactness: Verification | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    headroom: Headroom | None = None
+    exactness: ExactnessSummary | None = None
     steps: tuple[RewriteCard, ...] = ()
     timings: tuple[TimingBar, ...] = ()
     executors: tuple[ExecutorRow, ...] = ()
@@ -171,6 +213,7 @@ class Report:
     graph_after: GraphData = GraphData()
     links: tuple[NodeLink, ...] = ()
     notes: tuple[str, ...] = ()
+    calls: Calls | None = None
     created: str = ""
 
     @property
@@ -186,45 +229,3 @@ class Report:
         """The whole report as one JSON text; `from_json` gives an equal report back."""
         data: dict[str, Any] = {"schema": SCHEMA, "version": VERSION} | encode(self)
         return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise BadReport(f"This is no report: it is not JSON ({error}). Give the text of `to_json`.") from error
-        check_schema(data)
-        report: Report = decode(cls, data)
-        return report
-
-    def to_html(self) -> str:
-        """One self-contained page that needs no network."""
-        from refold.report.html import page
-
-        return page(self)
-
-    def write_html(self, path: str | Path) -> Path:
-        """Write the page to `path` whole or not at all."""
-        from refold.report.html import write_html
-
-        return write_html(self, path)
-
-    def __str__(self) -> str:
-        from refold.report.text import summary
-
-        return summary(self)
-
-    def _repr_html_(self) -> str:
-        from refold.report.notebook import table
-
-        return table(self)
-
-
-def check_schema(data: Any) -> None:
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise BadReport(f'This is no report: its "schema" is not "{SCHEMA}". Give the text of `Report.to_json()`.')
-    version = data.get("version")
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise BadReport(
-            f"The report has version {version!r}, and this Refold reads 1 to {VERSION}. Update Refold to read it."
-        )

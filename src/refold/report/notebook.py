@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from html import escape
 
-from refold.report.data import Report, RewriteCard
-from refold.report.text import changed_sentence, exactness_sentence, model_sentence, speed_sentence
+from refold.report.data import ReportData, RewriteCard
+from refold.report.text import headline, speed_sentence
+from refold.report.timing_plot import timing_plot
 
 COLUMNS = ("rewrite", "status", "sites", "refused", "speed", "exactness")
 
 
-def table(report: Report) -> str:
-    facts = (
-        ("speed", speed_sentence(report.speedup)),
-        ("exactness", exactness_sentence(report.exactness)),
-        ("changed", changed_sentence(report)),
-        ("model", model_sentence(report)),
-    )
-    head = "".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in facts)
+def table(report: ReportData) -> str:
+    head = "".join(f"<tr><th>{name}</th><td>{escape(text)}</td></tr>" for name, text in headline(report))
     title = f"<strong>{escape(report.title)}</strong>"
-    return f"<div>{title}<table>{head}</table>{steps_table(report.steps)}</div>"
+    plot = timing_plot(report.timings)
+    return f"<div>{title}<table>{head}</table>{plot}{steps_table(report.steps)}</div>"
 
 
 def steps_table(steps: tuple[RewriteCard, ...]) -> str:

@@ -4,56 +4,89 @@ from __future__ import annotations
 
 from collections import Counter
 
-from refold.report.data import GraphData, Ratio, Report, RewriteCard, TimingBar, Verification
+from refold.report.data import Calls, ExactnessSummary, ExecutorRow, LeftOut, Ratio, ReportData, RewriteCard, TimingBar
+from refold.wording import counted
 
-NO_GAIN = "no measurable difference"
 
-
-def summary(report: Report) -> str:
+def summary(report: ReportData) -> str:
     """What a person wants to know first, then one line for each rewrite and each timing."""
-    lines = [report.title, "=" * len(report.title), "", *headline(report)]
+    lines = [report.title, "=" * len(report.title), "", *(f"  {name:<9}  {text}" for name, text in headline(report))]
     if report.steps:
         lines += ["", "rewrites", *(step_line(step) for step in report.steps)]
     if report.timings:
         lines += ["", "timings", *timing_lines(report.timings)]
     if report.executors:
-        lines += ["", "executors", *(f"  {row.choice:<9} {row.name}  {row.why}".rstrip() for row in report.executors)]
+        lines += ["", "executors", *(f"  {executor_line(row)}" for row in report.executors)]
     return "\n".join([*lines, *(f"\nnote: {note}" for note in report.notes)])
 
 
-def headline(report: Report) -> list[str]:
-    return [
-        f"  speed      {speed_sentence(report.speedup)}",
-        f"  exactness  {exactness_sentence(report.exactness)}",
-        f"  changed    {changed_sentence(report)}",
-        f"  model      {model_sentence(report)}",
-    ]
+def headline(report: ReportData) -> tuple[tuple[str, str], ...]:
+    """The facts that come first, each with its name: where the speed comes from stands before how exact it is."""
+    left_out = "; ".join(map(left_out_sentence, report.left_out))
+    facts = (
+        ("speed", speed_sentence(report.speedup)),
+        ("left out", left_out),
+        ("headroom", "" if report.headroom is None else report.headroom.sentence),
+        ("exactness", exactness_sentence(report.exactness)),
+        ("changed", changed_sentence(report)),
+        ("calls", "" if report.calls is None else calls_sentence(report.calls)),
+        ("model", model_sentence(report)),
+    )
+    return tuple((name, text) for name, text in facts if text)
+
+
+def left_out_sentence(work: LeftOut) -> str:
+    """How much of one kind of work is not done any more, and why that is exact."""
+    less = f"{amount(work.before - work.after)} of {amount(work.before)} {work.unit} ({work.share:.0%})"
+    return f"{less}, {work.why}" if work.why else less
+
+
+def amount(number: float) -> str:
+    """A count in full, or in three digits and a unit where it is long."""
+    for unit, unit_size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if number >= unit_size:
+            return f"{number / unit_size:.3g} {unit}"
+    return f"{number:,.0f}"
+
+
+def calls_sentence(calls: Calls) -> str:
+    """How many calls ran the fast way, and why the others did not."""
+    if not calls.original:
+        return f"all {calls.fast:,} ran the fast way"
+    reasons = "; ".join(f"{count:,} because {reason}" for reason, count in calls.reasons)
+    return f"{calls.fast:,} ran the fast way, {calls.original:,} the original: {reasons}"
 
 
 def speed_sentence(speedup: Ratio | None) -> str:
+    """Faster, slower or not decided: what the interval of the measurement says, and nothing else."""
     if speedup is None:
         return "not measured"
     if speedup.low == speedup.high == 1:
         return "nothing that was tried is faster beyond the noise, so the original runs"
-    spread = f"{speedup.median:.2f}×, between {speedup.low:.2f} and {speedup.high:.2f}"
-    if speedup.low <= 1 <= speedup.high or round(speedup.median, 2) == 1:
-        return f"{NO_GAIN} ({spread})"
-    if speedup.median < 1:
-        return f"slower ({spread})"
-    return f"{speedup.median:.2f}× faster (between {speedup.low:.2f} and {speedup.high:.2f})"
+    low, high, median = times(speedup.low), times(speedup.high), times(speedup.median)
+    return {
+        "faster": f"{median} faster (between {low} and {high})",
+        "slower": f"slower: {median} (between {low} and {high})",
+        "not decided": f"not decided: between {low} and {high}",
+    }[speedup.verdict]
 
 
-def exactness_sentence(verification: Verification | None) -> str:
+def times(ratio: float) -> str:
+    """A ratio in two digits behind the point, or in as many as tell it from 1."""
+    digits = next((n for n in (2, 3, 4) if round(ratio, n) != 1 or ratio == 1), 2)
+    return f"{ratio:.{digits}f}×"
+
+
+def exactness_sentence(verification: ExactnessSummary | None) -> str:
     if verification is None:
         return "not verified"
     return f"{verification.grade}: {verification.sentence}" if verification.sentence else verification.grade
 
 
-def changed_sentence(report: Report) -> str:
+def changed_sentence(report: ReportData) -> str:
     counts = Counter(step.status for step in report.steps)
     refusals = sum(len(step.refusals) for step in report.steps)
-    places = f"{report.rewrites} place{'' if report.rewrites == 1 else 's'} by {counts['kept']} of {len(report.steps)}"
-    parts = [f"{places} transformations"]
+    parts = [f"{counted(report.rewrites, 'place')} by {counts['kept']} of {len(report.steps)} transformations"]
     if counts["taken back"]:
         parts.append(f"{counts['taken back']} taken back")
     if refusals:
@@ -61,21 +94,17 @@ def changed_sentence(report: Report) -> str:
     return ", ".join(parts)
 
 
-def model_sentence(report: Report) -> str:
+def model_sentence(report: ReportData) -> str:
     parts = [report.model.class_name]
     if report.model.parameters is not None:
         parts.append(f"{report.model.parameters:,} parameters")
     if len(report.graph_before) or len(report.graph_after):
-        parts.append(f"{nodes(report.graph_before)} → {nodes(report.graph_after)} nodes")
+        parts.append(f"{len(report.graph_before):,} → {len(report.graph_after):,} nodes")
     return ", ".join(parts)
 
 
-def nodes(graph: GraphData) -> str:
-    return f"{len(graph):,}"
-
-
 def step_line(step: RewriteCard) -> str:
-    parts = [f"  {step.status:<10} {step.name}", f"{len(step.sites)} site{'' if len(step.sites) == 1 else 's'}"]
+    parts = [f"  {step.status:<10} {step.name}", counted(len(step.sites), "site")]
     if step.gain is not None:
         parts.append(speed_sentence(step.gain))
     if step.verification is not None:
@@ -89,11 +118,23 @@ def step_line(step: RewriteCard) -> str:
 
 def timing_lines(timings: tuple[TimingBar, ...]) -> list[str]:
     width = max(len(bar.name) for bar in timings)
-    return [f"  {bar.name:<{width}}  {timing_text(bar)}  {bar.note}".rstrip() for bar in timings]
+    spans = [f"{duration(bar.median)}  ({duration(bar.low)} to {duration(bar.high)})" for bar in timings]
+    return [f"  {bar.name:<{width}}  {span}  {bar.note}".rstrip() for bar, span in zip(timings, spans, strict=True)]
 
 
-def timing_text(bar: TimingBar) -> str:
-    return f"{duration(bar.median)}  ({duration(bar.low)} to {duration(bar.high)})"
+def executor_line(row: ExecutorRow) -> str:
+    """One way to run the model: whether it was chosen, how exact it is or why it was not tried, and what it holds."""
+    held = () if row.resident is None else (f"holds {size(row.resident)}",)
+    peak = () if row.peak is None else (f"needs {size(row.peak)} during a call",)
+    return f"{row.choice:<9} {row.name}  {', '.join((*filter(None, (row.why,)), *held, *peak))}".rstrip()
+
+
+def size(count: int) -> str:
+    """Bytes in three digits and a unit."""
+    for unit, unit_size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= unit_size:
+            return f"{count / unit_size:.3g} {unit}"
+    return f"{count} bytes"
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Save and load without pickle: weights as safetensors, the way to the folded graph as a JSON recipe."""
 
-from refold.saving.errors import SaveError
-from refold.saving.loading import load
-from refold.saving.writing import save
+from refold.errors import SaveError
+from refold.saving.reader import load
+from refold.saving.writer import save
 
 __all__ = ["SaveError", "load", "save"]

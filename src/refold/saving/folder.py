@@ -1,9 +1,9 @@
-"""A folder that is written as one: at any moment it is the old one or the new one, and every byte is accounted for."""
+"""Folders and files that Refold writes as one: at any moment the old files or the new ones, and nobody else's."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -11,71 +11,103 @@ import re
 import secrets
 import shutil
 import stat
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from refold.saving.errors import SaveError
+from refold.errors import SaveError
 
 FORMAT = "refold"
 VERSION = 1
 MANIFEST = "manifest.json"
 _FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
-_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
-_HERE = -100  # AT_FDCWD
+_SAVING = "saving-"
+_NEW = ".refold-new"
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
-    """A folder beside the wanted one to write into; it takes its place when everything is on the disk, and is removed
-    if anything is raised before."""
-    _check_place(folder)
+def replaced(folder: Path, *, editable: Collection[str] = ()) -> Iterator[Path]:
+    """An empty folder to write into. When everything in it is on the disk, its files take the places of those that
+    Refold wrote into `folder` before; it is removed if anything is raised before. Other files in `folder` stay as they
+    are. Files named in `editable` have no hash in the manifest: people may change them."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise SaveError(f"{folder} is a file or a symbolic link; give the folder itself.")
     tidy(folder)
-    fresh = folder.parent / f".{folder.name}.saving-{os.getpid()}-{secrets.token_hex(4)}"
+    check_names_free(folder, [MANIFEST])
+    fresh = _unfinished(folder)
     try:
         fresh.mkdir(parents=True)
         yield fresh
-        _seal(fresh)
-        _swap_in(fresh, folder)
+        seal(fresh, editable)
+        _commit(fresh, folder)
     except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
-        raise SaveError(f"{folder} could not be saved: {reason}. What was there before is intact.") from error
+        raise SaveError(f"{folder} could not be saved: {reason_of(error)}. What was there before is intact.") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        tidy(folder)
 
 
-def _check_place(folder: Path) -> None:
-    if folder.is_symlink():
-        raise SaveError(f"{folder} is a symbolic link; give the folder that it points to.")
-    if not folder.exists() or (folder.is_dir() and (not any(folder.iterdir()) or (folder / MANIFEST).is_file())):
-        return
-    raise SaveError(f"{folder} exists and holds something else than a saved model. Choose another folder.")
+def own_files(folder: Path) -> set[str]:
+    """The names of the files in a folder that Refold wrote, by the manifest in it."""
+    if not (folder / MANIFEST).exists():
+        return set()
+    data = _manifest(folder)
+    return {MANIFEST, *data["files"], *data.get("editable", ())}
 
 
-def _seal(fresh: Path) -> None:
-    """Write the list of files with their sizes and hashes, and bring everything onto the disk."""
-    _write_manifest(fresh, {path.name: _facts(path) for path in sorted(fresh.iterdir())})
+def check_names_free(folder: Path, names: Iterable[str]) -> None:
+    """Refuse to write into a folder where files of these names stand that Refold did not write."""
+    try:
+        own = own_files(folder)
+    except SaveError as reason:
+        raise SaveError(
+            f"{reason} So nothing is written there: move the file away, or choose another folder."
+        ) from None
+    taken = sorted(name for name in names if name not in own and os.path.lexists(folder / name))
+    if taken:
+        raise SaveError(
+            f"{folder} holds {', '.join(taken)}, which Refold did not write, and needs the name for a file of its own. "
+            f"Nothing was written: move it away, or choose another folder."
+        )
 
 
-def account_for(folder: Path, *names: str) -> None:
-    """Put more files of a saved folder on its list, so that a changed byte in them is noticed."""
-    _write_manifest(folder, _manifest(folder) | {name: _facts(folder / name) for name in names})
+def replace_file(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    fresh = _unfinished(path)
+    try:
+        write_bytes(fresh, text.encode())
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+def _unfinished(place: Path) -> Path:
+    """A name in the same folder, used by no other writer, that `tidy` recognises."""
+    place = place.absolute()
+    return place.parent / f".{place.name}.{_SAVING}{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def _write_manifest(folder: Path, files: dict[str, Any]) -> None:
-    write_bytes(folder / MANIFEST, plain_json({"format": FORMAT, "version": VERSION, "files": files}))
-    _sync_folder(folder)
+def reason_of(error: OSError) -> str:
+    """Why writing failed, for use inside a sentence."""
+    return "the disk is full" if error.errno == errno.ENOSPC else (error.strerror or str(error))
+
+
+def seal(folder: Path, editable: Collection[str] = ()) -> None:
+    """Bring every file onto the disk, and write the list of their sizes and hashes."""
+    files = {}
+    for path in folder.iterdir():
+        path.chmod(folder.stat().st_mode & 0o666)  # some writers make files that only their owner may read
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        if path.name not in (MANIFEST, *editable):
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    manifest = {"format": FORMAT, "version": VERSION, "files": files}
+    write_bytes(folder / MANIFEST, plain_json(manifest | ({"editable": sorted(editable)} if editable else {})))
+    sync_folder(folder)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -97,7 +129,8 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Bring the names of a folder's files onto the disk."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -107,52 +140,70 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _swap_in(fresh: Path, folder: Path) -> None:
-    """Put the new folder in the old one's place: at once where the system can, else by two renames; who is killed
-    between them leaves the old one aside, and `tidy` puts it back."""
-    if not folder.exists():
+def _commit(fresh: Path, folder: Path) -> None:
+    """One rename, after which the new files count and not the old ones."""
+    if folder.exists():
+        with _alone(folder):
+            _finish(folder)
+            check_names_free(folder, [path.name for path in fresh.iterdir()])
+            os.rename(fresh, folder / _NEW)
+    else:
         os.rename(fresh, folder)
-    elif not _exchange(fresh, folder):
-        aside = _aside(folder)
-        os.rename(folder, aside)
-        os.rename(fresh, folder)
-        shutil.rmtree(aside, ignore_errors=True)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
-def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two folders atomically (Linux); False where that is not possible."""
-    if not sys.platform.startswith("linux"):
-        return False
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Only one writer or reader at a time puts files in place, where the system can lock a folder."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    return bool(call(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0)
-
-
-def _aside(folder: Path) -> Path:
-    return folder.parent / f".{folder.name}.replaced"
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def tidy(folder: Path) -> None:
-    """Clean up after a process that was killed while it saved: the old folder comes back if the new one had not taken
-    its place, and half-written ones of dead processes go."""
-    aside = _aside(folder)
-    if aside.is_dir() and not folder.exists():
-        os.rename(aside, folder)
-    elif aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside, ignore_errors=True)
-    prefix = f".{folder.name}.saving-"
-    for left in folder.parent.glob(f"{glob_escape(prefix)}*") if folder.parent.is_dir() else ():
+    """Put new files that were committed into their places, also those of a process that was stopped, and remove the
+    half-written folders of dead processes."""
+    if (folder / _NEW).is_dir():
+        with _alone(folder):
+            _finish(folder)
+    place = folder.absolute()
+    prefix = f".{place.name}.{_SAVING}"
+    for left in place.parent.glob(f"{glob.escape(prefix)}*"):
         process = left.name.removeprefix(prefix).partition("-")[0]
         if process.isdigit() and not _is_alive(int(process)):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def glob_escape(text: str) -> str:
-    """A text that a glob takes literally."""
-    return re.sub(r"([*?\[])", r"[\1]", text)
+def _finish(folder: Path) -> None:
+    new = folder / _NEW
+    if new.is_symlink() or not new.is_dir():
+        return
+    try:
+        if (new / MANIFEST).exists():
+            _put_in_place(new, folder)
+        new.rmdir()
+    except OSError as error:
+        raise SaveError(f"The new files of {folder} lie in {new} and cannot leave it: {reason_of(error)}.") from error
+
+
+def _put_in_place(new: Path, folder: Path) -> None:
+    """From the old files to the new ones. The manifest goes last: until it is there, all of this can be done again."""
+    names = own_files(new)
+    for name in own_files(folder) - names:
+        (folder / name).unlink(missing_ok=True)
+    for name in (*names - {MANIFEST}, MANIFEST):
+        with suppress(FileNotFoundError):  # it is in its place already
+            os.replace(new / name, folder / name)
+    sync_folder(folder)
 
 
 def _is_alive(process: int) -> bool:
@@ -160,10 +211,8 @@ def _is_alive(process: int) -> bool:
         return True
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno != errno.ESRCH
     return True
 
 
@@ -173,18 +222,13 @@ def _is_alive(process: int) -> bool:
 def checked_files(folder: Path) -> dict[str, Path]:
     """The files of a saved folder by name, after every one was checked: kind, size and hash."""
     tidy(folder)
-    found: dict[str, Path] = {}
-    for name, facts in _manifest(folder).items():
-        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or not isinstance(facts, dict):
-            raise SaveError(f"{folder / MANIFEST} names the file {name!r}, which is no plain file name: refused.")
-        found[name] = _checked(folder / name, facts)
-    return found
+    return {name: _checked(folder / name, facts) for name, facts in _manifest(folder)["files"].items()}
 
 
 def checked_file(folder: Path, name: str) -> Path:
     """One file of a saved folder, checked if it is on the list (older versions listed the model's own files only)."""
-    facts = _manifest(folder).get(name)
-    return _checked(folder / name, facts) if isinstance(facts, dict) else folder / name
+    facts = _manifest(folder)["files"].get(name)
+    return folder / name if facts is None else _checked(folder / name, facts)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -199,12 +243,14 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if data["version"] > VERSION:
         raise SaveError(
             f"{folder} was saved in format {data['version']} by a newer Refold; this one reads up to {VERSION}. "
-            f"Upgrade: pip install -U refold."
+            "Update Refold to read it."
         )
     if data["version"] < 1 or not isinstance(data.get("files"), dict) or plain_json(data) != text:
         raise SaveError(f"{path} was changed after it was saved.")
-    files: dict[str, Any] = data["files"]
-    return files
+    for name, facts in (*data["files"].items(), *((name, {}) for name in data.get("editable", ()))):
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or not isinstance(facts, dict):
+            raise SaveError(f"{path} names the file {name!r}, which is no plain file name: refused.")
+    return data
 
 
 def parsed(text: bytes, path: Path) -> dict[str, Any]:

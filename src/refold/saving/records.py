@@ -6,36 +6,38 @@ from typing import Any
 
 import torch
 
-from refold.residue import Residue
-from refold.saving.errors import SaveError
+from refold.errors import SaveError
 from refold.saving.store import Store, dtype_name, dtype_of
-from refold.weights import Handle, MapRecord, Operation, TensorSpec
+from refold.weights import Operation
+from refold.weights.correction import Correction
+from refold.weights.maps import Handle, MapRecord, TensorSpec
 
 _PARTS = ("symbols", "positions", "values")
 
 
 def record_to_plain(record: MapRecord, store: Store, prefix: str) -> dict[str, Any]:
     """A record as JSON data; its tensors and corrections go into the store under this prefix."""
-    residues = {
-        role: {part: store.put_bytes(f"{prefix}.{role}.{part}", getattr(residue, part)) for part in _PARTS}
-        for role, residue in record.residues.items()
+    corrections = {
+        role: {part: store.put_bytes(f"{prefix}.{role}.{part}", getattr(correction, part)) for part in _PARTS}
+        for role, correction in record.corrections.items()
     }
     return {
         "operation": record.map.operation.settings(),
         "sources": record.map.sources,
         "targets": record.map.targets,
-        "specs": {role: _spec_to_plain(spec) for role, spec in record.specs.items()},
+        "specs": {role: spec_to_plain(spec) for role, spec in record.specs.items()},
         "target_dtypes": {role: dtype_name(dtype) for role, dtype in record.target_dtypes.items()},
         "kept": {role: store.put(f"{prefix}.{role}.kept", t) for role, t in record.kept.items()},
         "originals": {role: store.put(f"{prefix}.{role}.original", t) for role, t in record.originals.items()},
-        "prints": record.prints,
-        "source_prints": record.source_prints,
+        "prints": record.fingerprints,
+        "source_prints": record.source_fingerprints,
         "casts": {role: list(marks) for role, marks in record.casts.items()},
-        "residues": residues,
+        "residues": corrections,
     }
 
 
-def _spec_to_plain(spec: TensorSpec) -> dict[str, Any]:
+def spec_to_plain(spec: TensorSpec) -> dict[str, Any]:
+    """A tensor's description as JSON data."""
     return {
         "shape": list(spec.shape),
         "dtype": dtype_name(spec.dtype),
@@ -68,7 +70,7 @@ def record_from_plain(data: dict[str, Any], replayed: MapRecord, store: Store) -
         specs,
         {role: dtype_of(data["target_dtypes"][role]) for role in replayed.map.targets},
         {role: store.get(key) for role, key in _roles(data["kept"], specs).items()},
-        {role: _residue(parts, store) for role, parts in _roles(data["residues"], specs).items()},
+        {role: _correction(parts, store) for role, parts in _roles(data["residues"], specs).items()},
         {role: store.get(key) for role, key in _roles(data["originals"], specs).items()},
         {str(role): str(mark) for role, mark in data["prints"].items()},
         {str(role): str(mark) for role, mark in data["source_prints"].items()},
@@ -83,15 +85,15 @@ def _roles(entries: dict[str, Any], specs: dict[str, TensorSpec]) -> dict[str, A
     return entries
 
 
-def _residue(parts: dict[str, str | None], store: Store) -> Residue:
+def _correction(parts: dict[str, str | None], store: Store) -> Correction:
     def read(part: str) -> bytes:
         key = parts[part]
         return b"" if key is None else store.get_bytes(key)
 
-    return Residue(*(read(part) for part in _PARTS))
+    return Correction(*(read(part) for part in _PARTS))
 
 
-def hollow_like(spec: TensorSpec) -> torch.Tensor:
-    """A tensor without memory that fits a description."""
+def meta_tensor(spec: TensorSpec) -> torch.Tensor:
+    """A tensor on the meta device that fits a description."""
     empty = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
     return torch.nn.Parameter(empty, requires_grad=spec.requires_grad) if spec.is_parameter else empty

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from refold.errors import SaveError
 from refold.fingerprint import flat_bytes, raw_bytes
-from refold.saving.errors import SaveError, safetensors
+
+_ALIGNMENT = 64  # bytes, as torch aligns what it allocates
 
 
 class Store:
@@ -80,7 +82,7 @@ class Store:
         return store
 
     def get(self, key: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read a tensor into memory that begins where torch's own does: kernels round otherwise at other places."""
         path = self._files.get(key)
         if path is None:
             raise SaveError(f"the tensor {key!r} was not saved.")
@@ -91,7 +93,7 @@ class Store:
             found: torch.Tensor = self._open[path].get_tensor(key)
         except Exception as error:
             raise SaveError(f"{key} cannot be read from {path}: {error}.") from error
-        return found
+        return found.clone() if found.data_ptr() % _ALIGNMENT else found
 
     def get_bytes(self, key: str) -> bytes:
         """Read bytes."""
@@ -101,10 +103,12 @@ class Store:
 def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     plain: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for key, tensor in tensors.items():
-        shared = tensor.numel() > 0 and tensor.data_ptr() in seen
-        plain[key] = tensor.detach().clone() if shared else _own_memory(tensor.detach())
-        seen.add(plain[key].data_ptr())
+    for key, tensor in tensors.items():  # safetensors wants every tensor contiguous and alone in its memory
+        alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        if not alone or not tensor.is_contiguous() or tensor.data_ptr() in seen:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        plain[key] = tensor.detach()
+        seen.add(tensor.data_ptr())
     try:
         safetensors().save_file(plain, str(path), metadata={"format": "pt"})
     except Exception as error:
@@ -114,12 +118,6 @@ def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         if isinstance(error, OSError):
             raise
         raise SaveError(f"{path.name} could not be written: {error}.") from error
-
-
-def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Safetensors wants every tensor contiguous and alone in its memory."""
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -132,4 +130,16 @@ def dtype_of(name: Any) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
     if not isinstance(found, torch.dtype):
         raise SaveError(f"{name!r} is no dtype.")
+    return found
+
+
+def safetensors() -> Any:
+    """The safetensors package, imported when it is needed."""
+    try:
+        import safetensors.torch as found
+    except ImportError as missing:
+        raise SaveError(
+            "refold.save and refold.load keep weights as safetensors, and that package is not installed. "
+            "Install it: pip install safetensors."
+        ) from missing
     return found

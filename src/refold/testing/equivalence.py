@@ -1,15 +1,15 @@
 """The float64 criterion: two graphs compute the same if they differ by no more than rounding explains.
 
-How much rounding explains is measured, not guessed: the original is run with every tensor, inside and out, disturbed by
-a relative noise far above float64's rounding (Monte-Carlo arithmetic). What comes out disturbed tells how strongly this
-very computation amplifies a relative error of each of its numbers. Rounding disturbs a sum of n terms by up to n units
-in the last place where the noise disturbs it by about √n: hence the factor n in the bound.
+How much rounding explains is measured, not guessed: the original is run with every tensor, inside and out, perturbed by
+a relative noise far above float64's rounding (Monte-Carlo arithmetic). What comes out perturbed shows how strongly this
+very computation amplifies a relative error of each of its numbers. Rounding perturbs a sum of n terms by up to n units
+in the last place where the noise perturbs it by about √n: hence the factor n in the bound.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,12 @@ _DRAWS = 4
 class Deviation:
     """How far an output is from the reference, and how far rounding may carry it."""
 
-    place: int
+    index: int
     error: float
     bound: float
 
     def __str__(self) -> str:
-        return f"output {self.place} is off by {self.error:.3g}, and rounding explains {self.bound:.3g}"
+        return f"output {self.index} is off by {self.error:.3g}, and rounding explains {self.bound:.3g}"
 
 
 def as_float64(thing: Any) -> Any:
@@ -53,10 +53,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def run(model: nn.Module, inputs: tuple[Any, ...], seed: int = 0) -> list[torch.Tensor]:
-    """The tensors of a model's output, on copies of the inputs, with the random numbers of a seed."""
+def run(model: Callable[..., Any], inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors of a model's output, on copies of the inputs, always with the same random numbers."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         output = model(*as_copies(inputs))
     return [leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
@@ -66,8 +66,22 @@ def as_copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, i) for i in inputs)
 
 
-class _Disturbed(Interpreter):
-    """Runs a graph and disturbs every floating-point value, in place so that views stay views."""
+class ValuesOfNodes(Interpreter):
+    """Runs a graph and keeps the tensor that each node gives."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.tensors: dict[Node, torch.Tensor] = {}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, torch.Tensor):
+            self.tensors[n] = value
+        return value
+
+
+class _Perturbed(Interpreter):
+    """Runs a graph and perturbs every floating-point value, in place so that views stay views."""
 
     def __init__(self, gm: GraphModule, generator: torch.Generator) -> None:
         super().__init__(gm)
@@ -79,11 +93,11 @@ class _Disturbed(Interpreter):
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 self.longest = max(self.longest, *leaf.shape, 1)
-                disturb(leaf, self.generator)
+                perturb(leaf, self.generator)
         return value
 
 
-def disturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
+def perturb(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Multiply every number by 1 ± noise, where the tensor can be written to."""
     if not tensor.is_floating_point() or tensor.numel() == 0 or (0 in tensor.stride() and tensor.numel() > 1):
         return
@@ -99,22 +113,15 @@ def amplification(original: GraphModule, inputs: tuple[Any, ...]) -> list[float]
     longest = 1
     for draw in range(_DRAWS):
         generator = torch.Generator().manual_seed(draw)
-        twin = copy.deepcopy(original)
-        for tensor in [*twin.parameters(), *twin.buffers()]:
+        clone = copy.deepcopy(original)
+        for tensor in [*clone.parameters(), *clone.buffers()]:
             longest = max(longest, *tensor.shape, 1)
-            disturb(tensor, generator)
-        interpreter = _Disturbed(twin, generator)
-        disturbed = _interpret(interpreter, inputs)
+            perturb(tensor, generator)
+        interpreter = _Perturbed(clone, generator)
+        perturbed = run(interpreter.run, inputs)
         longest = max(longest, interpreter.longest)
-        worst = [max(w, distance(a, b)) for w, a, b in zip(worst, disturbed, exact, strict=True)]
+        worst = [max(w, distance(a, b)) for w, a, b in zip(worst, perturbed, exact, strict=True)]
     return [w / _NOISE * longest for w in worst]
-
-
-def _interpret(interpreter: Interpreter, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        output = interpreter.run(*as_copies(inputs))
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -128,30 +135,18 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a[usual] - b[usual]).abs().max()) if bool(usual.any()) else 0.0
 
 
-def deviations(original: GraphModule, rewritten: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Deviation]:
-    """Outputs of a rewritten float64 model that are further from the original's than rounding explains."""
-    expected, found = run(original, inputs), run(rewritten, inputs)
-    if len(expected) != len(found):
-        yield Deviation(min(len(expected), len(found)), float("inf"), 0.0)
-        return
-    unit = torch.finfo(torch.float64).eps
-    for i, (a, b, growth) in enumerate(zip(expected, found, amplification(original, inputs), strict=True)):
-        error, bound = distance(a, b), growth * unit
-        if not error <= bound:
-            yield Deviation(i, error, bound)
-
-
-def deviations_in(
-    dtype: torch.dtype, original: GraphModule, rewritten: nn.Module, inputs: tuple[Any, ...]
+def deviations(
+    original: GraphModule, rewritten: nn.Module, inputs: tuple[Any, ...], dtype: torch.dtype = torch.float64
 ) -> Iterator[Deviation]:
-    """The same for models in a narrower dtype: the rewritten one may be off the float64 result by what the original is
-    off, and by what the dtype's own rounding explains."""
+    """Outputs of a rewritten model of a dtype that are further from the original's float64 result than the original's
+    own are, by more than the dtype's rounding explains."""
+    before, after = run(original, inputs), run(rewritten, inputs)
+    if len(before) != len(after):
+        yield Deviation(min(len(before), len(after)), float("inf"), 0.0)
+        return
     precise, precise_inputs = as_float64(original), as_float64(inputs)
     reference, growths = run(precise, precise_inputs), amplification(precise, precise_inputs)
-    before, after = run(original, inputs), run(rewritten, inputs)
     for i, (truth, a, b, growth) in enumerate(zip(reference, before, after, growths, strict=True)):
-        if a.dtype != b.dtype:
-            yield Deviation(i, float("inf"), 0.0)
         error, bound = distance(b, truth), distance(a, truth) + growth * torch.finfo(dtype).eps
-        if not error <= bound:
-            yield Deviation(i, error, bound)
+        if a.dtype != b.dtype or not error <= bound:
+            yield Deviation(i, error if a.dtype == b.dtype else float("inf"), bound)

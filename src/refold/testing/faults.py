@@ -12,15 +12,15 @@ from typing import Any
 from torch.fx import GraphModule
 
 import refold
-from refold.history import undo
-from refold.testing.exactness import Portrait
-from refold.transformation import ReversibleTransformation, Transformation
+from refold.record.reversal import undo
+from refold.rewrite.transformation import Transformation
+from refold.testing.portrait import Portrait
+from refold.testing.processes import reverse
 
 _HOME = str(Path(refold.__file__).parent)
 Line = tuple[str, int]
 
-
-_NO_FAULT = "no trace of a fault: fewer lines were executed than in the run before"
+_NO_FAULT = "no fault could be injected: none of the lines was executed again"
 
 
 class Fault(Exception):
@@ -28,12 +28,20 @@ class Fault(Exception):
 
 
 class _Lines:
-    """Counts the lines that a call executes in watched files, and raises at one of them."""
+    """Counts the lines that a call executes in watched files, and raises at one of them: by index, or, whatever else is
+    executed, when a line of the source has been executed so many times before."""
 
-    def __init__(self, watched: Callable[[CodeType], bool], at: int | None, error: type[BaseException]) -> None:
+    def __init__(
+        self, watched: Callable[[CodeType], bool], at: int | tuple[Line, int] | None, error: type[BaseException]
+    ) -> None:
         self.watched = watched
-        self.at = at
+        self.index = at if isinstance(at, int) else None
+        self.line: Line | None = None
+        self.times = 0
+        if isinstance(at, tuple):
+            self.line, self.times = at
         self.error = error
+        self.raised = False
         self.seen: list[Line] = []
         self._files: dict[str, bool] = {}
 
@@ -45,10 +53,16 @@ class _Lines:
             return self if self._files[name] else None
         if event != "line":
             return self
-        self.seen.append((frame.f_code.co_filename, frame.f_lineno))
-        if self.at == len(self.seen) - 1:
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        self.seen.append(line)
+        if self.index == len(self.seen) - 1 or (line == self.line and self._is_time()):
+            self.raised = True
             raise self.error(f"injected in {frame.f_code.co_filename}:{frame.f_lineno}")
         return self
+
+    def _is_time(self) -> bool:
+        self.times -= 1
+        return self.times < 0
 
 
 def executed_lines(call: Callable[[], object], watched: Callable[[CodeType], bool]) -> list[Line]:
@@ -68,7 +82,7 @@ def _call_traced(call: Callable[[], object], lines: _Lines) -> None:
 
 
 def of_refold(code: CodeType) -> bool:
-    """Code of this package, besides the tests' own."""
+    """Code of this package, without the tests' own."""
     return code.co_filename.startswith(_HOME) and "/testing/" not in code.co_filename
 
 
@@ -80,18 +94,12 @@ def of_transformation(t: Transformation) -> Callable[[CodeType], bool]:
 
 
 def check_faults(
-    t: Transformation,
-    gm: GraphModule,
-    *,
-    most: int | None = None,
-    every_time: bool = True,
-    error: type[BaseException] = Fault,
+    t: Transformation, gm: GraphModule, *, most: int | None = None, error: type[BaseException] = Fault
 ) -> Iterator[str]:
-    """Make the lines of applying and reversing fail, one in each run, and tell which left a trace. Without `every_time`
-    a line of the source that is executed often fails only the first and the last time. `most` limits the number of
-    lines tried each way: an even choice among the first and last execution of each line of the source."""
+    """Make the lines of applying and reversing fail, one in each run, and say which left a trace. `most` limits the
+    number of lines tried each way: an even choice among the first and last execution of each line of the source."""
     for attempt in attempts(t, gm):
-        yield from attempt.check(attempt.places(most, every_time), error)
+        yield from attempt.check(attempt.indices(most), error)
 
 
 def attempts(t: Transformation, gm: GraphModule) -> Iterator[Attempts]:
@@ -99,12 +107,8 @@ def attempts(t: Transformation, gm: GraphModule) -> Iterator[Attempts]:
     watched = of_transformation(t)
     yield Attempts(lambda m: t(m), gm, watched, f"applying {t!r}")
     rewritten = t(copy.deepcopy(gm))
-
-    def reverse(m: GraphModule) -> GraphModule:
-        return t(m, reverse=True) if isinstance(t, ReversibleTransformation) else undo(m, None)
-
     if refold.history(rewritten):
-        yield Attempts(reverse, rewritten, watched, f"reversing {t!r}")
+        yield Attempts(lambda m: reverse(t, m), rewritten, watched, f"reversing {t!r}")
 
 
 class Attempts:
@@ -126,40 +130,62 @@ class Attempts:
         self.lines = executed_lines(lambda: call(done), watched)
         self.done = Portrait.of(done)
 
-    def places(self, most: int | None = None, every_time: bool = True) -> list[int]:
-        """The places in the run at which a fault is to be tried."""
-        if most is None and not every_time:
-            return _ends(self.lines)
-        return chosen_places(self.lines, most)
+    def indices(self, most: int | None = None, every_time: bool = True) -> list[int]:
+        """The lines of the run, by index, at which a fault is to be tried: all of them; or, without `every_time` or
+        where there are more than `most`, the first and the last execution of each line of the source."""
+        if every_time and (most is None or len(self.lines) <= most):
+            return list(range(len(self.lines)))
+        first = {line: i for i, line in reversed(list(enumerate(self.lines)))}
+        last = {line: i for i, line in enumerate(self.lines)}
+        ends = sorted({*first.values(), *last.values()})
+        if most is None or len(ends) <= most:
+            return ends
+        return sorted({*(ends[int(i * len(ends) / most)] for i in range(most)), ends[-1]})
 
-    def check(self, places: list[int], error: type[BaseException]) -> Iterator[str]:
-        """Make the call fail at each of some places; a sentence for each that left a trace."""
-        victim = _Victim(self.gm)
-        for place in places:
-            found = victim.differences_after(self.call, self.done, _Lines(self.watched, place, error))
-            if found == [_NO_FAULT]:  # what was worked out about a module may be kept: then less is executed again
-                victim = _Victim(self.gm)
-                found = victim.differences_after(self.call, self.done, _Lines(self.watched, place, error))
+    def check(self, indices: list[int], error: type[BaseException]) -> Iterator[str]:
+        """Make the call fail at each of these lines, by index; a sentence for each that left a trace."""
+        subject, failed = _Subject(self.gm), False
+        for index in indices:
+            line = self.lines[index]
+            subject, found = self._fail(subject, line, self.lines[:index].count(line), error)
+            failed = failed or found is not None
             if found:
-                file, number = self.lines[place]
-                where = f"a fault at {Path(file).name}:{number} (line {place} of {len(self.lines)})"
+                where = f"a fault at {Path(line[0]).name}:{line[1]} (line {index} of {len(self.lines)})"
                 yield f"{self.what}: {where} left {'; '.join(found)}"
-            if found or not victim.is_whole:
-                victim = _Victim(self.gm)
+            if found or not subject.is_whole:
+                subject = _Subject(self.gm)
+        if indices and not failed:
+            yield f"{self.what}: {_NO_FAULT}"
+
+    def _fail(
+        self, subject: _Subject, line: Line, times: int, error: type[BaseException]
+    ) -> tuple[_Subject, list[str] | None]:
+        """Make the call fail where a line has been executed so many times before: what differs, and in which module. No
+        run need be as long as another: what was worked out about a module may be kept, and a search through a set ends
+        sooner or later. So a fresh module is tried next, then the last time that line is executed; None if it is not.
+        """
+        was_used, lines = subject.is_used, _Lines(self.watched, (line, times), error)
+        found = subject.differences_after(self.call, self.done, lines)
+        if lines.raised or subject.is_whole:
+            return subject, found
+        times = times if was_used else lines.seen.count(line) - 1
+        fresh = _Subject(self.gm)
+        return self._fail(fresh, line, times, error) if times >= 0 else (fresh, None)
 
 
-class _Victim:
+class _Subject:
     """A module on which calls fail. One that came through whole is used again: damage that only adds up shows too."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = copy.deepcopy(gm)
         self.before, self.past = Portrait.of(self.gm), refold.history(self.gm)
         self.held = [*self.gm.parameters(), *self.gm.buffers()]  # only what lives must come back as the same object
-        self.is_whole = True
+        self.is_whole, self.is_used = True, False
 
     def differences_after(self, call: Callable[[GraphModule], object], done: Portrait, lines: _Lines) -> list[str]:
         """What differs in the module after a call on it failed at a line. One that overcame the fault must have done
         what the call does without a fault, or something else that can be undone exactly."""
+        self.is_used = True
         try:
             _call_traced(lambda: call(self.gm), lines)
         except BaseException:
@@ -167,27 +193,8 @@ class _Victim:
             now = refold.history(self.gm)
             return found if now is self.past or (not self.past and not now) else [*found, "another history"]
         self.is_whole = False
-        if lines.at is None or len(lines.seen) <= lines.at:
-            return [_NO_FAULT]
         found, changes = done.differences(Portrait.of(self.gm)), len(refold.history(self.gm)) - len(self.past)
         if found and changes > 0:
             undo(self.gm, changes)
             found = self.before.differences(Portrait.of(self.gm), same_objects=True)
         return found
-
-
-def chosen_places(lines: list[Line], most: int | None) -> list[int]:
-    """Places in a run: all, or an even choice among the first and last execution of each line of the source."""
-    if most is None or len(lines) <= most:
-        return list(range(len(lines)))
-    places = _ends(lines)
-    step = max(1.0, len(places) / most)
-    picked = {places[int(i * step)] for i in range(min(most, len(places)))}
-    return sorted(picked | {len(lines) - 1})
-
-
-def _ends(lines: list[Line]) -> list[int]:
-    """The places of the first and the last execution of each line of the source."""
-    first = {line: i for i, line in reversed(list(enumerate(lines)))}
-    last = {line: i for i, line in enumerate(lines)}
-    return sorted({*first.values(), *last.values()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,21 +20,18 @@ from torch.fx import GraphModule, symbolic_trace
 import refold
 from refold import history, undo
 from refold.errors import WeightsChanged
-from refold.explaining import explain
-from refold.result import result
-from refold.rewrite import Example, Rewrite
-from refold.testing import models
-from refold.testing.equivalence import as_copies, as_dtype, as_float64, deviations, deviations_in, run
-from refold.testing.exactness import Portrait
+from refold.examples import Example, layers
+from refold.graph.values import example_value
+from refold.record.outcome import result
+from refold.rewrite.composition import LintAndRecompile, compose
+from refold.rewrite.preview import explain
+from refold.rewrite.rule import Rewrite
+from refold.rewrite.transformation import Transformation, check_transformation
+from refold.testing.equivalence import ValuesOfNodes, as_copies, as_dtype, as_float64, deviations, run
 from refold.testing.faults import check_faults
-from refold.testing.processes import Parcel, undo_in_new_process
-from refold.transformation import (
-    LintAndRecompile,
-    ReversibleTransformation,
-    Transformation,
-    check_transformation,
-    compose,
-)
+from refold.testing.portrait import Portrait
+from refold.testing.processes import reverse, reverse_in_new_process
+from refold.transformations.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 
 Law = Callable[[Transformation, nn.Module, tuple[Any, ...]], None]
 
@@ -52,10 +50,10 @@ def check_laws(
         examples = transformation.examples()
     given = list(examples or ())
     if not given:
-        raise LawBroken(f"{transformation!r} has no examples, so nobody knows whether it ever fires (L15).")
+        raise LawBroken(f"{transformation!r} has no examples, so nothing shows that it ever fires (L15).")
     for law in LAWS.values() if laws is None else laws:
-        for place, (model, inputs) in enumerate(given):
-            check_law(law, transformation, model, inputs, f"example {place}")
+        for index, (model, inputs) in enumerate(given):
+            check_law(law, transformation, model, inputs, f"example {index}")
     if laws is None:
         check_new_process([(transformation, model, inputs) for model, inputs in given])
 
@@ -86,17 +84,12 @@ def _require_same(before: Portrait, gm: nn.Module, what: str, *, same_objects: b
     _require(not found, f"{what}: {'; '.join(found)}")
 
 
-def _reverse(t: Transformation, gm: GraphModule) -> GraphModule:
-    """Reverse in the transformation's own way if it has one, else by the history."""
-    return t(gm, reverse=True) if isinstance(t, ReversibleTransformation) else undo(gm, None)
-
-
 # --- the laws ----------------------------------------------------------------------------------------------------
 
 
 def l1_no_match_changes_nothing(t: Transformation, model: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Where nothing matches, nothing changes, no history is begun, and the reason is recorded."""
-    gm = graph_of(models.nothing()[0])
+    gm = graph_of(layers.nothing()[0])
     before = Portrait.of(gm)
     t(gm)
     _require_same(before, gm, "it changed a model that computes nothing")
@@ -110,22 +103,19 @@ def l2_applied_is_equivalent(t: Transformation, model: nn.Module, inputs: tuple[
     """What preserves computation computes the same by the float64 criterion, and no worse in the example's dtype."""
     if not t.preserves_computation:
         return
-    precise, precise_inputs = as_float64(graph_of(model)), as_float64(inputs)
-    for deviation in deviations(precise, t(copy.deepcopy(precise)), precise_inputs):
-        raise LawBroken(f"in float64, {deviation}")
-    for dtype in (torch.float32, torch.bfloat16):
-        narrow, narrow_inputs = as_dtype(graph_of(model), dtype), as_dtype(inputs, dtype)
-        for deviation in deviations_in(dtype, narrow, t(copy.deepcopy(narrow)), narrow_inputs):
-            raise LawBroken(f"in {dtype}, {deviation}")
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        gm, typed_inputs = as_dtype(graph_of(model), dtype), as_dtype(inputs, dtype)
+        for deviation in deviations(gm, t(copy.deepcopy(gm)), typed_inputs, dtype):
+            raise LawBroken(f"in {str(dtype).removeprefix('torch.')}, {deviation}")
 
 
 def l3_reverse_is_exact(t: Transformation, model: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Reversing gives back code, names, order, values and the very same tensor objects; so does `undo`."""
-    for reverse in (_reverse, lambda t, gm: undo(gm, None)):
+    for reverse_or_undo in (reverse, lambda t, gm: undo(gm, None)):
         gm = graph_of(copy.deepcopy(model))
         before, expected = Portrait.of(gm), run(gm, inputs)
         held = [*gm.parameters(), *gm.buffers()]  # what lives must come back as the same object
-        back = reverse(t, t(gm))
+        back = reverse_or_undo(t, t(gm))
         _require_same(before, back, "the reverse is not exact")
         _require(not history(back), "a history is left after everything was reversed")
         found = run(back, inputs)
@@ -137,8 +127,8 @@ def l4_reverse_after_deepcopy(t: Transformation, model: nn.Module, inputs: tuple
     gm = graph_of(model)
     before = Portrait.of(gm)
     t(gm)
-    twin = copy.deepcopy(copy.deepcopy(gm))
-    _require_same(before, _reverse(t, twin), "the reverse of a deep copy is not exact", same_objects=False)
+    clone = copy.deepcopy(copy.deepcopy(gm))
+    _require_same(before, reverse(t, clone), "the reverse of a deep copy is not exact", same_objects=False)
 
 
 def l5_reverse_after_pickle(t: Transformation, model: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -149,13 +139,13 @@ def l5_reverse_after_pickle(t: Transformation, model: nn.Module, inputs: tuple[A
     before = Portrait.of(gm)
     t(gm)
     pickled = pickle.loads(pickle.dumps(gm))
-    _require_same(before, _reverse(t, copy.deepcopy(pickled)), "after pickle and deepcopy", same_objects=False)
-    _require_same(before, _reverse(t, pickled), "after pickle", same_objects=False)
+    _require_same(before, reverse(t, copy.deepcopy(pickled)), "after pickle and deepcopy", same_objects=False)
+    _require_same(before, reverse(t, pickled), "after pickle", same_objects=False)
     memory = io.BytesIO()
     torch.save(gm, memory)
     memory.seek(0)
     loaded = torch.load(memory, weights_only=False)
-    _require_same(before, _reverse(t, loaded), "after torch.save", same_objects=False)
+    _require_same(before, reverse(t, loaded), "after torch.save", same_objects=False)
 
 
 def can_be_pickled(gm: GraphModule) -> bool:
@@ -177,8 +167,6 @@ def l7_twice_changes_nothing_more(t: Transformation, model: nn.Module, inputs: t
 
 def l8_compose_is_step_by_step(t: Transformation, model: nn.Module, inputs: tuple[Any, ...]) -> None:
     """`compose` equals doing it step by step, both ways."""
-    from refold.transformations.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
-
     other = ChangeTrueDivToMulByInverse()
     stepwise, together = graph_of(copy.deepcopy(model)), graph_of(copy.deepcopy(model))
     before = Portrait.of(together)
@@ -186,7 +174,7 @@ def l8_compose_is_step_by_step(t: Transformation, model: nn.Module, inputs: tupl
     both = compose(t, compose(other, LintAndRecompile()))
     both(together)
     _require_same(Portrait.of(stepwise), together, "compose differs from step by step", same_objects=False)
-    _require_same(before, _reverse(both, together), "reversing the composition is not exact")
+    _require_same(before, reverse(both, together), "reversing the composition is not exact")
     apart = compose(t, other, inplace=False)(together)
     _require_same(before, together, "compose(inplace=False) touched its argument")
     _require_same(before, undo(apart, None), "undoing compose(inplace=False) is not exact", same_objects=False)
@@ -198,7 +186,7 @@ def l9_fresh_instance_reverses(t: Transformation, model: nn.Module, inputs: tupl
     _require(fresh.signature == t.signature == t.signature, "an equal instance has another signature")
     gm = graph_of(model)
     before = Portrait.of(gm)
-    _require_same(before, _reverse(fresh, t(gm)), "the reverse by a fresh instance is not exact")
+    _require_same(before, reverse(fresh, t(gm)), "the reverse by a fresh instance is not exact")
 
 
 def l10_faults_leave_no_trace(t: Transformation, model: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -212,15 +200,15 @@ def l11_clones_are_independent(t: Transformation, model: nn.Module, inputs: tupl
     gm = graph_of(model)
     before = Portrait.of(gm)
     t(gm)
-    twin = copy.deepcopy(gm)
-    rewritten = Portrait.of(twin)
-    shared = {id(c) for c in history(gm)} & {id(c) for c in history(twin)}
+    clone = copy.deepcopy(gm)
+    rewritten = Portrait.of(clone)
+    shared = {id(c) for c in history(gm)} & {id(c) for c in history(clone)}
     _require(not shared, "a clone shares a record with its original")
     with torch.no_grad():
         for parameter in gm.parameters():
             parameter.data = parameter.data + 1
-    _require_same(rewritten, twin, "writing into the original changed its clone")
-    _require_same(before, _reverse(t, twin), "a clone cannot be reversed on its own", same_objects=False)
+    _require_same(rewritten, clone, "writing into the original changed its clone")
+    _require_same(before, reverse(t, clone), "a clone cannot be reversed on its own", same_objects=False)
     _require(history(gm), "reversing the clone took the history of the original")
 
 
@@ -320,39 +308,68 @@ def l15_fires_on_its_examples(t: Transformation, model: nn.Module, inputs: tuple
     run(gm, inputs)
 
 
+def l16_made_nodes_carry_what_capture_recorded(t: Transformation, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """On a captured model, what the rewrite makes has a recorded value of the right shape and dtype, and stems from the
+    places of the model that it replaces."""
+    gm = _captured(model, inputs)
+    if gm is None:
+        return
+    before = {node.name: (node.op, node.target) for node in gm.graph.nodes}
+    metas = {node.name: dict(node.meta) for node in gm.graph.nodes}
+    t(gm)
+    found = ValuesOfNodes(gm)
+    run(found.run, inputs)
+    replaced = [metas[name] for site in result(gm).rewritten for name in site.nodes if name in metas]
+    for node, value in found.tensors.items():
+        if before.get(node.name) == (node.op, node.target):
+            continue
+        recorded = example_value(node)
+        _require(recorded is not None, f"{node.name}, which it made, has no recorded value")
+        fits = recorded is not None and recorded.dtype == value.dtype and _fits(recorded.shape, value.shape)
+        _require(fits, f"{node.name} gives {value.dtype}{list(value.shape)}, and its recorded value is {recorded}")
+        neighbours = [metas.get(other.name, {}) for other in (*node.users, *node.all_input_nodes)]
+        for key in ("nn_module_stack", "stack_trace") if node.op != "get_attr" else ():
+            known = [meta[key] for meta in (*replaced, *neighbours) if key in meta]
+            _require(not known or node.meta.get(key) in known, f"{node.name} has no {key} of what it replaces")
+
+
+def _captured(model: nn.Module, inputs: tuple[Any, ...]) -> GraphModule | None:
+    """A graph with recorded values: that of the example, or its capture; None if it has none."""
+    try:
+        gm = model if isinstance(model, GraphModule) else refold.trace(model, *inputs, dynamic=False)
+    except refold.CaptureError:
+        return None
+    return gm if any(example_value(node) is not None for node in gm.graph.nodes) else None
+
+
+def _fits(recorded: Iterable[Any], sizes: Iterable[int]) -> bool:
+    """Whether recorded sizes are these; an open one may be any."""
+    expected, found = list(recorded), list(sizes)
+    return len(expected) == len(found) and all(
+        not isinstance(a, int) or a == b for a, b in zip(expected, found, strict=True)
+    )
+
+
 # --- in another process ------------------------------------------------------------------------------------------
 
 
 def check_new_process(cases: Iterable[tuple[Transformation, nn.Module, tuple[Any, ...]]]) -> None:
     """L6: saved here, loaded and reversed in a new process under another hash seed, everything is as it was. All cases
     share one process."""
-    parcels, befores = [], []
+    rewritten, befores = [], []
     for t, model, _inputs in cases:
         gm = graph_of(copy.deepcopy(model))
         if can_be_pickled(gm):
             befores.append(Portrait.of(gm))
-            parcels.append(Parcel(t, t(gm)))
-    for parcel, before, found in zip(parcels, befores, undo_in_new_process(parcels), strict=True):
+            rewritten.append((t, t(gm)))
+    for (t, _gm), before, found in zip(rewritten, befores, reverse_in_new_process(rewritten), strict=True):
         expected = before.plain()
         wrong = [part for part in expected if expected[part] != found.get(part)]
         if wrong:
-            told = "; ".join(f"{part} was {expected[part]} and is {found.get(part)}" for part in wrong)
-            raise LawBroken(f"{parcel.transformation!r} breaks L6, reversed in a new process: {told}")
+            differences = "; ".join(f"{part} was {expected[part]} and is {found.get(part)}" for part in wrong)
+            raise LawBroken(f"{t!r} breaks L6, reversed in a new process: {differences}")
 
 
 LAWS: dict[str, Law] = {
-    "L1": l1_no_match_changes_nothing,
-    "L2": l2_applied_is_equivalent,
-    "L3": l3_reverse_is_exact,
-    "L4": l4_reverse_after_deepcopy,
-    "L5": l5_reverse_after_pickle,
-    "L7": l7_twice_changes_nothing_more,
-    "L8": l8_compose_is_step_by_step,
-    "L9": l9_fresh_instance_reverses,
-    "L10": l10_faults_leave_no_trace,
-    "L11": l11_clones_are_independent,
-    "L12": l12_original_checkpoint_loads,
-    "L13": l13_training_is_carried_back,
-    "L14": l14_eager_model_is_untouched,
-    "L15": l15_fires_on_its_examples,
+    name.partition("_")[0].upper(): law for name, law in list(globals().items()) if re.match(r"l\d+_", name)
 }

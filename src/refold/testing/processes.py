@@ -1,4 +1,4 @@
-"""Save here, load and reverse in a new process: what travels there, and what that process does."""
+"""Save here, load and reverse in a new process: what is handed over, and what that process does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,22 @@ import torch
 from torch.fx import GraphModule
 
 from refold import undo
-from refold.testing.exactness import Portrait
-from refold.transformation import ReversibleTransformation, Transformation
+from refold.rewrite.transformation import ReversibleTransformation, Transformation
+from refold.testing.portrait import Portrait
 
 
-@dataclass
-class Parcel:
-    """A transformation and a module that it rewrote."""
-
-    transformation: Transformation
-    module: GraphModule
+def reverse(t: Transformation, gm: GraphModule) -> GraphModule:
+    """Reverse a module in the transformation's own way if it has one, else by the history."""
+    return t(gm, reverse=True) if isinstance(t, ReversibleTransformation) else undo(gm, None)
 
 
-def undo_in_new_process(parcels: Sequence[Parcel]) -> list[dict[str, Any]]:
-    """Plain portraits of the modules as reversed in a new process under another hash seed."""
+def reverse_in_new_process(cases: Sequence[tuple[Transformation, GraphModule]]) -> list[dict[str, Any]]:
+    """Plain portraits of rewritten modules, each reversed in a new process under another hash seed."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     paths = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])  # where the classes of the models are defined
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(list(parcels), Path(folder, "parcels.pt"))
+        torch.save(list(cases), Path(folder, "cases.pt"))
         command = [sys.executable, "-c", "import refold.testing.processes as p; p.main()", folder]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -44,11 +40,8 @@ def undo_in_new_process(parcels: Sequence[Parcel]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """What the new process does: reverse each module, by its transformation if that can."""
+    """What the new process does: reverse the module of each case and write down how it is then."""
     folder = Path(sys.argv[1])
-    portraits = []
-    for parcel in torch.load(folder / "parcels.pt", weights_only=False):
-        t, gm = parcel.transformation, parcel.module
-        back = t(gm, reverse=True) if isinstance(t, ReversibleTransformation) else undo(gm, None)
-        portraits.append(Portrait.of(back).plain())
+    cases = torch.load(folder / "cases.pt", weights_only=False)
+    portraits = [Portrait.of(reverse(t, gm)).plain() for t, gm in cases]
     (folder / "portraits.json").write_text(json.dumps(portraits))

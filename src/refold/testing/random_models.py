@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from refold.testing.models import Attention, Example, Gated, seeded
+from refold.examples import Example, seeded
+from refold.examples.attention_layers import Attention
+from refold.examples.layers import Gated
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -83,6 +85,45 @@ class Sliced(nn.Module):
         return heads.sum(2) * self.second(x).reshape(x.size(0), -1, 2, SIZE).sum(2) / 3.7 + self.frozen(x)
 
 
+class Grouped(nn.Module):
+    """A transposed convolution in groups, with more outputs than inputs, and its batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Conv2d(1, 4, 1)
+        self.conv = nn.ConvTranspose2d(4, 6, 3, padding=1, groups=2)
+        self.norm = nn.BatchNorm2d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(self.widen(x.unsqueeze(1)))).mean(1)
+
+
+class LookedUp(nn.Module):
+    """A branch of integers: rows of a table, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = x.argmax(-1)
+        rows = self.table(places) / (places.unsqueeze(-1) // 2 + 2)
+        return torch.where((places > 1).unsqueeze(-1), rows, x.masked_fill(x > 0, 0.0) / 3)
+
+
+class Queried(nn.Module):
+    """Linears on a learned query, which is no input of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, SIZE))
+        self.first = nn.Linear(SIZE, SIZE)
+        self.second = nn.Linear(SIZE, SIZE, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.query) * x + self.second(self.query)
+
+
 _BLOCKS: dict[str, Any] = {
     "attention": lambda: Attention(SIZE, 7),
     "gated": lambda: Gated(SIZE, 3, bias=True),
@@ -90,6 +131,9 @@ _BLOCKS: dict[str, Any] = {
     "norm then linear": lambda: Normed(True),
     "convolution": Convolved,
     "writes between": WritesBetween,
+    "transposed convolution": Grouped,
+    "integers": LookedUp,
+    "learned query": Queried,
     "shared": Shared,
     "sliced": Sliced,
     "activation": lambda: nn.GELU(),

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
-from refold import recording
-from refold.constants import Constants
-from refold.edit import Editor
-from refold.layout import needs_layout, readers_behind
-from refold.match import GraphView, example_value
-from refold.purity import erase_dead, name_of
-from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-from refold.slicing import aliases
-from refold.weights import constant_record
+from refold.examples import attention_layers
+from refold.fx_private import find_tensor, storage_of
+from refold.graph.aliasing import aliases
+from refold.graph.constants import Constants
+from refold.graph.layout import needs_layout, readers_behind
+from refold.graph.targets import name_of
+from refold.graph.values import count_elements, example_value
+from refold.graph.view import GraphView
+from refold.rewrite.editor import Editor
+from refold.rewrite.refusal import Refuse
+from refold.rewrite.rule import Example, ReversibleRewrite, Site
 
 _FREE = {"expand", "expand_as", "broadcast_to", "getattr", "getitem", "device", "sym_size"}
 """Calls that cost nothing, and whose results may be much larger than what they are made from."""
+_GROWTH, _SMALL = 4, 1 << 22
+"""What is made from weights may take so many times their bytes, or so many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -33,7 +36,9 @@ class FoldConstants(ReversibleRewrite):
     Constants are numbers, tensors made from them (`arange`, `full`), lifted constants and buffers outside the
     checkpoint. Buffers move with the module, so the graph can still change device. Parameters are not folded, because
     training would no longer reach them; with `parameters=True`, for inference, they are too. Checkpoints of the
-    original load all the same with `refold.load_original_state_dict`, which computes what depends on them again.
+    original load all the same with `refold.load_original_state_dict`, which computes what depends on them again; once
+    such a weight is changed in another way, the reverse refuses. A view of a weight stays a view, and what takes more
+    than four times the bytes of its weights and more than 4 MiB is not kept, but what it is made from.
     Random numbers are never folded, nor what is written into, leaves the graph, or takes more than `limit` bytes.
     """
 
@@ -43,92 +48,72 @@ class FoldConstants(ReversibleRewrite):
 
     @classmethod
     def examples(cls) -> Iterable[Example]:
-        from refold import examples
+        return [attention_layers.positions(), attention_layers.rotary()]
 
-        return [examples.positions(), examples.rotary()]
-
-    def find(self, view: GraphView) -> Iterator[Site | Skip]:
-        constants = Constants(view, parameters=self.parameters)
-        wanted = _wanted(view, constants)
-        on_paper = _is_on_paper(view.gm)
-        for node in view.nodes:
-            if node not in wanted or node.op == "get_attr" or name_of(node) in _FREE:
-                continue
-            reason = self._why_not(view, node)
-            value = constants.value(node) if reason is None else None
-            if reason is None:
-                reason = self._why_not_kept(value, on_paper) or _why_layout_matters(view.gm, node, value)
-            if reason is not None:
-                yield Skip(node, reason)
-                continue
-            assert isinstance(value, torch.Tensor)
-            yield Site(
-                (node,),
-                f"{node.name} is a constant of shape {tuple(value.shape)}",
-                (node, value, node in constants.weighted),
-            )
-
-    def _why_not(self, view: GraphView, node: Node) -> str | None:
-        noted = example_value(node)
-        if noted is not None and _nbytes(noted) > self.limit:
-            return f"it takes more than {self.limit} bytes"
-        for value, reader in aliases(view.gm, node):
+    def match(self, view: GraphView, node: Node) -> Site | None:
+        constants = view.analysis(Constants, parameters=self.parameters)
+        if node.op == "get_attr" or _is_free(node, constants) or not _is_needed(node, constants):
+            return None
+        if any(n.op == "get_attr" and self.transformed(n) for n in view.needed_for(node, ())):
+            return None  # it is made from what was too large, or free, when that was folded
+        self._check_size(example_value(node))
+        for alias, reader in aliases(view.gm, node):
             if reader.op == "output":
-                return f"{value.name} leaves the graph, where somebody may write into it"
-        return None
+                raise Refuse(f"{alias.name} leaves the graph, where somebody may write into it")
+        value = constants.value(node)
+        _check_plain(view.gm, value)
+        self._check_size(value)
+        _check_layout(view.gm, node, value)
+        what = f"{node.name} is a constant of shape {tuple(value.shape)}"
+        return Site((node,), what, (value, constants.weights_of(node)))
 
-    def _why_not_kept(self, value: object, on_paper: bool) -> str | None:
-        if not isinstance(value, torch.Tensor):
-            return "it is not a tensor, or cannot be computed here"
-        if (value.is_meta and not on_paper) or value.layout != torch.strided or value.is_quantized:
-            return "it is not a plain tensor with values"
-        return f"it takes more than {self.limit} bytes" if _nbytes(value) > self.limit else None
+    def _check_size(self, value: torch.Tensor | None) -> None:
+        if value is not None and count_elements(value) * value.element_size() > self.limit:
+            raise Refuse(f"it takes more than {self.limit} bytes")
 
     def rewrite(self, site: Site, edit: Editor) -> None:
-        node, value, weighted = site.detail
-        path = _keep(edit, node.name, value)
-        if not weighted:
-            recording.current().maps.append(constant_record(path, value))
-        fetch = edit.fetch(node, path)
-        self.mark_as_transformed(fetch)
+        node, (value, weights) = site.nodes[0], site.detail
+        fetch = edit.fetch(node, edit.constant(node.name, value, weights))
+        edit.mark(fetch)
         edit.replace_uses(node, fetch)
-        erase_dead(edit, [node])
+        edit.erase_unused([node])
 
 
-def _is_on_paper(gm: nn.Module) -> bool:
-    """Whether a module has no values at all (it lies on the meta device): its constants have none either."""
+def _is_needed(node: Node, constants: Constants) -> bool:
+    """Whether a node is a constant that something reads which is none, maybe through calls that are free."""
+    return node in constants.nodes and any(
+        user not in constants.nodes or (_is_free(user, constants) and _is_needed(user, constants))
+        for user in node.users
+    )
+
+
+def _is_free(node: Node, constants: Constants) -> bool:
+    """Whether a constant is better made in every run: from weights, by a view, or where it is much larger than they."""
+    if name_of(node) in _FREE or node not in constants.weighted:
+        return name_of(node) in _FREE
+    value = constants.value(node)
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return False
+    weights = [find_tensor(constants.gm, name) for name in constants.weights_of(node)]
+    if any(weight is not None and storage_of(weight) == storage_of(value) for weight in weights):
+        return True
+    made_from = sum(weight.numel() * weight.element_size() for weight in weights if weight is not None)
+    return value.numel() * value.element_size() > max(_GROWTH * made_from, _SMALL)
+
+
+def _check_plain(gm: GraphModule, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise Refuse("it is not a tensor, or cannot be computed here")
     tensors = [*gm.parameters(), *gm.buffers()]
-    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
+    has_values = not value.is_meta or (tensors and all(tensor.is_meta for tensor in tensors))  # or none has any
+    if not has_values or value.layout != torch.strided or value.is_quantized:
+        raise Refuse("it is not a plain tensor with values")
 
 
-def _wanted(view: GraphView, constants: Constants) -> set[Node]:
-    """The constants that something reads which is none, also through calls that are free."""
-    wanted: set[Node] = set()
-    for node in reversed(view.nodes):
-        if node not in constants.nodes:
-            continue
-        if any(user not in constants.nodes or (user in wanted and name_of(user) in _FREE) for user in node.users):
-            wanted.add(node)
-    return wanted
-
-
-def _why_layout_matters(gm: GraphModule, node: Node, value: Any) -> str | None:
-    """Why a copy will not do: its axes lie in memory in the same order, but values that were repeated by a stride of 0
-    are laid out."""
+def _check_layout(gm: GraphModule, node: Node, value: torch.Tensor) -> None:
+    """A copy lies in memory in the same order of axes, but values that were repeated by a stride of 0 are laid out."""
     if all(stride != 0 or size < 2 for size, stride in zip(value.shape, value.stride(), strict=True)):
-        return None
-    reader = next((r for r in readers_behind(gm, node) if needs_layout(gm, r)), None)
-    return None if reader is None else f"it repeats values in memory, and {reader.name} may depend on that"
-
-
-def _keep(edit: Editor, name: str, value: torch.Tensor) -> str:
-    """Keep a constant as a buffer that no checkpoint holds."""
-    path = edit.free_path(f"constants.{name}")
-    owner, _, key = path.rpartition(".")
-    edit.container(owner).register_buffer(key, value.detach().clone(), persistent=False)
-    return path
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    sizes = [size for size in tensor.shape if isinstance(size, int)]
-    return torch.Size(sizes).numel() * tensor.element_size() if len(sizes) == tensor.dim() else 0
+        return
+    for reader in readers_behind(gm, node):
+        if needs_layout(gm, reader):
+            raise Refuse(f"it repeats values in memory, and {reader.name} may depend on that")

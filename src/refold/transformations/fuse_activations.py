@@ -1,26 +1,28 @@
-"""FuseActivations: GELU, SiLU and their like, written out in arithmetic, become torch's own operators."""
+"""FuseActivations: GELU, SiLU and their like, decomposed into arithmetic, become torch's own operators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.fx import Node
 
-from refold.activation_pattern import WrittenActivation, match_written_activation
-from refold.aliasing import writes_to
-from refold.edit import Editor
-from refold.match import Call, GraphView, example_value, match_conv, match_linear
-from refold.purity import erase_dead
-from refold.rewrite import Example, ReversibleRewrite, Site, Skip
+from refold.examples import Example, layers
+from refold.graph.values import example_value
+from refold.graph.view import Call, GraphView
+from refold.patterns.activations import DecomposedActivation, match_decomposed_activation
+from refold.rewrite.editor import Editor
+from refold.rewrite.operators import CONVOLUTION, LINEAR
+from refold.rewrite.refusal import Refuse, attempt, unchanged_between
+from refold.rewrite.rule import ReversibleRewrite, Site
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FuseActivations(ReversibleRewrite):
-    """Compute an activation that is written out by torch's operator for it: one pass over memory instead of eight, and
-    one rounding.
+    """Compute an activation that is decomposed into arithmetic by torch's operator for it: one pass over memory instead
+    of eight, and one rounding.
 
     `0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))) = gelu(x, "tanh")`,  `x·Φ(x) = gelu(x)` with `Φ(x) = (1 + erf(x/√2))/2`,
     `x·sigmoid(x) = silu(x)`,  `x·tanh(softplus(x)) = mish(x)`,  `x·relu6(x + 3)/6 = hardswish(x)`.
@@ -33,50 +35,40 @@ class FuseActivations(ReversibleRewrite):
 
     @classmethod
     def examples(cls) -> Iterable[Example]:
-        from refold import examples
+        return [layers.decomposed_activations(), layers.exported_decomposed_activations()]
 
-        return [examples.written_activations(), examples.exported_written_activations()]
-
-    def find(self, view: GraphView) -> Iterator[Site | Skip]:
-        taken: set[Node] = set()
-        for node in view.nodes:
-            found = match_written_activation(view, node) if node not in taken else None
-            if found is None or found.source in taken:  # what it reads goes first; the next round sees it again
-                continue
-            what = f"{found.activation.function.__name__} of {found.source.name}"
-            reason = _why_not(view, found)
-            if reason is not None:
-                yield Skip(found.root, f"{what}: {reason}")
-                continue
-            taken.update(found.steps)
-            yield Site(tuple(found.steps), what, found)
+    def match(self, view: GraphView, node: Node) -> Site | None:
+        found = match_decomposed_activation(view, node)
+        if found is None:
+            return None
+        what = f"{found.activation.function.__name__} of {found.source.name}"
+        refusal = attempt(_check, view, found)
+        if refusal is not None:
+            raise Refuse(f"{what}: {refusal.reason}")
+        return Site(tuple(found.steps), what, found, needs=(found.source,))
 
     def rewrite(self, site: Site, edit: Editor) -> None:
-        found: WrittenActivation = site.detail
+        found: DecomposedActivation = site.detail
         activation, root = found.activation, found.root
         exported = isinstance(root.target, torch._ops.OpOverload)
         target = activation.operator if exported else activation.function
         fused = edit.call(root, target, found.source, **activation.settings)
         edit.replace_uses(root, fused)
-        erase_dead(edit, [root])
-        self.mark_as_transformed(fused)
+        edit.erase_unused([root])
 
 
-def _why_not(view: GraphView, found: WrittenActivation) -> str | None:
+def _check(view: GraphView, found: DecomposedActivation) -> None:
     first, inside = found.steps[0], set(found.steps)
     others = [user.name for node in found.steps[:-1] for user in node.users if user not in inside]
     if others:
-        return f"{others[0]} reads a part of it"
+        raise Refuse(f"{others[0]} reads a part of it")
     if not _is_floating_point(view, found.source):
-        return "it is not known whether its input is floating-point"
-    if view.mode_switches_between(first, found.root):
-        return "gradients, autocast or inference mode is switched inside it"
-    writer = writes_to(view.gm, found.source, view.writers_between(first, found.root))
-    return f"{writer.name} writes into its input in between" if writer is not None else None
+        raise Refuse("it is not known whether its input is floating-point")
+    unchanged_between(view, found.source, first, found.root)
 
 
 def _is_floating_point(view: GraphView, source: Node) -> bool:
-    noted = example_value(source)
-    if noted is not None:
-        return noted.is_floating_point()
-    return any(isinstance(match, Call) for match in (match_linear(view, source), match_conv(view, source)))
+    recorded = example_value(source)
+    if recorded is not None:
+        return recorded.is_floating_point()
+    return any(isinstance(attempt(table.match, view, source), Call) for table in (LINEAR, CONVOLUTION))

@@ -1,34 +1,33 @@
-"""FuseAttention: attention that is written out becomes one call, and repeated heads become grouped-query attention."""
+"""FuseAttention: decomposed attention becomes one call, and repeated heads become grouped-query attention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from refold.aliasing import writes_to
-from refold.attention import Attention, match_attention, size_of, why_not_read_later
-from refold.attention_pattern import Written, match_written, unrepeated, why_not_fusible
-from refold.edit import Editor
-from refold.layout import NEED_LAYOUT, VIEWS, readers_behind
-from refold.mask_analysis import Analysis
-from refold.mask_bounds import MaskBounds
-from refold.match import GraphView, example_value, rank_of
-from refold.purity import erase_dead
-from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-from refold.slicing import make_views_reshapes, make_whole_for_others, why_not_sliceable
+from refold.examples import attention_layers
+from refold.graph.aliasing import writes_to
+from refold.graph.layout import VIEWS, make_reshape, readers_behind, tells_layout
+from refold.graph.values import rank_of
+from refold.graph.view import GraphView
+from refold.patterns.decomposed_attention import DecomposedAttention, check_fusible, match_decomposed
+from refold.patterns.repeated_heads import match_repeated, unrepeated
+from refold.rewrite.editor import Editor, make_views_reshapes, make_whole_for_others
+from refold.rewrite.operators import Attention, match_attention
+from refold.rewrite.refusal import Refuse, attempt, sliceable
+from refold.rewrite.rule import Example, ReversibleRewrite, Site, Skip
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FuseAttention(ReversibleRewrite):
-    """Call `scaled_dot_product_attention` for attention that is written out in single steps.
+    """Call `scaled_dot_product_attention` for decomposed attention, which is computed in single steps.
 
     `softmax(c·q·kᵀ + M)·v`  becomes  `scaled_dot_product_attention(q, k, v, attn_mask=M, scale=c)`;
     k and v whose heads were repeated n times (grouped queries) are read unrepeated, with `enable_gqa=True`.
@@ -36,7 +35,7 @@ class FuseAttention(ReversibleRewrite):
     Casts between scores and weights (a softmax in float32) go, since the fused kernels compute in float32 at least.
     Left alone: weights that something else reads (output_attentions), dropout in training, a scale that is computed,
     operands that are written into before the last product, masks that may block a whole row (softmax gives NaN there,
-    fused attention 0; see `refold.mask_bounds`). `grouped=False` leaves repeated heads alone.
+    fused attention 0; see `refold.patterns.masks.bounds`). `grouped=False` leaves repeated heads alone.
     """
 
     kind: ClassVar[str] = "graph"
@@ -44,122 +43,55 @@ class FuseAttention(ReversibleRewrite):
 
     @classmethod
     def examples(cls) -> Iterable[Example]:
-        from refold import examples
-
-        return [examples.written_attention(), examples.biased_attention(), examples.grouped_attention()]
+        return [
+            attention_layers.decomposed_attention(),
+            attention_layers.biased_attention(),
+            attention_layers.grouped_attention(),
+        ]
 
     def find(self, view: GraphView) -> Iterator[Site | Skip]:
-        found: list[Written] = []
+        found: list[DecomposedAttention] = []
         for node in view.nodes:
-            match = match_written(view, node)
-            if isinstance(match, str):
-                yield Skip(node, match)
+            match = attempt(match_decomposed, view, node)
+            if isinstance(match, Refuse):
+                yield Skip(node, match.reason)
             elif match is not None:
                 found.append(match)
-        found.sort(key=lambda match: view.position[match.last])
-        bounds = MaskBounds(view)
-        analysis = cache(lambda: Analysis(view, [mask for match in found for mask in match.masks]))
-        taken: set[Node] = set()
-        for match in found:
-            reason = why_not_fusible(view, match, bounds, analysis) or _why_layout(view, match.last)
-            if reason is None and not taken.isdisjoint(match.nodes):
-                reason = "its steps are part of other attention"
-            if reason is not None:
-                yield Skip(match.softmax, reason)
+        for match in sorted(found, key=lambda match: view.position[match.last]):
+            refusal = attempt(_check, view, match)
+            if isinstance(refusal, Refuse):
+                yield Skip(match.softmax, refusal.reason)
                 continue
-            taken |= set(match.nodes)
             what = f"{match.last.name} is attention and becomes one call"
             yield Site(match.nodes, what, (match, _sum_is_shared(view, match.masks)))
         if self.grouped:
-            yield from self._repeated(view)
+            yield from super().find(view)
 
-    def _repeated(self, view: GraphView) -> Iterator[Site | Skip]:
-        for node in view.nodes:
-            call = match_attention(node)
-            if not isinstance(call, Attention) or call.enable_gqa is not False:
-                continue
-            key, value = unrepeated(call.key), unrepeated(call.value)
-            if key is None or value is None:
-                continue
-            reason = _why_not_grouped(view, call, key, value)
-            if reason is not None:
-                yield Skip(node, reason)
-            else:
-                yield Site((node,), f"{node.name}: heads repeated {key[1]} times are read once")
+    def match(self, view: GraphView, node: Node) -> Site | None:
+        """Attention on repeated heads."""
+        call = attempt(match_attention, node)
+        times = match_repeated(view, call) if isinstance(call, Attention) else None
+        return None if times is None else Site((node,), f"{node.name}: heads repeated {times} times are read once")
 
     def rewrite(self, site: Site, edit: Editor) -> None:
         if site.detail is not None:
             found, share_sum = site.detail
-            self._fuse(found, share_sum, edit)
+            _fuse(found, share_sum, edit)
             return
         call = match_attention(site.nodes[0])
-        assert isinstance(call, Attention)
+        assert call is not None
         (key, _), (value, _) = unrepeated(call.key), unrepeated(call.value)  # type: ignore[misc]
         call.write(key=key, value=value, enable_gqa=True)
-        self.mark_as_transformed(call.node)
-        erase_dead(edit, {call.key, call.value})
-
-    def _fuse(self, found: Written, share_sum: bool, edit: Editor) -> None:
-        exported = isinstance(found.last.target, torch._ops.OpOverload)
-        steps = _Steps(edit, found.last, exported)
-        query, keys, value = found.operands
-        key = found.key if found.key is not None else steps.call("transpose", keys, -2, -1)
-        operands: list[Node] = [query, key, value]
-        flat = rank_of(query) == 3  # kernels want heads: take the batch for them
-        if flat:
-            operands = [steps.call("unsqueeze", node, 0) for node in operands]
-        mask = steps.sum(found.masks, share_sum)
-        if mask is not None and flat and rank_of(mask) == 3:
-            mask = steps.call("unsqueeze", mask, 0)
-        target = aten.scaled_dot_product_attention.default if exported else F.scaled_dot_product_attention
-        given: dict[str, Any] = {"scale": found.scale} | ({} if mask is None else {"attn_mask": mask})
-        fused = edit.call(found.last, target, *operands, **given)
-        self.mark_as_transformed(fused)
-        noted = example_value(found.last)
-        assert noted is not None
-        fused.meta["val"] = noted.unsqueeze(0) if flat else noted
-        result = steps.call("squeeze", fused, 0) if flat else fused
-        edit.replace_uses(found.last, result)
-        make_views_reshapes(edit.gm, result)
-        behind = list(readers_behind(edit.gm, result))  # the kernels lay their result out as they like
-        make_whole_for_others(edit.gm, result, behind)
-        for reader in behind:
-            reader.target = VIEWS.get(reader.target, reader.target)
-        for node in reversed(found.nodes):
-            inputs = node.all_input_nodes
-            edit.graph.erase_node(node)
-            erase_dead(edit, [n for n in inputs if n not in found.nodes])
+        edit.mark(call.node)
+        edit.erase_unused({call.key, call.value})
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """Inserts the small calls around the fused one, in the manner of the graph."""
-
-    edit: Editor
-    before: Node
-    exported: bool
-
-    def call(self, name: str, *args: Any) -> Node:
-        overloads = {"transpose": aten.transpose.int, "unsqueeze": aten.unsqueeze.default, "squeeze": aten.squeeze.dim}
-        node = self.edit.call(self.before, overloads[name] if self.exported else f".{name}", *args)
-        value = example_value(args[0])
-        if value is not None:
-            node.meta["val"] = getattr(value, name)(*args[1:])
-        return node
-
-    def sum(self, masks: tuple[Node, ...], share: bool) -> Node | None:
-        """All masks as one; layers that add the same ones share the sum."""
-        if len(masks) < 2:
-            return next(iter(masks), None)
-        if share and masks in self.edit.shared:
-            return self.edit.shared[masks]
-        joint = masks[0]
-        for mask in masks[1:]:
-            value = example_value(joint) + example_value(mask)  # type: ignore[operator]
-            joint = self.edit.call(self.before, aten.add.Tensor if self.exported else torch.add, joint, mask)
-            joint.meta["val"] = value
-        self.edit.shared[masks] = joint
-        return joint
+def _check(view: GraphView, found: DecomposedAttention) -> None:
+    check_fusible(view, found)
+    for reader in readers_behind(view.gm, found.last):
+        if tells_layout(reader):
+            raise Refuse(f"{reader.name} depends on the memory layout of its output")
+    sliceable(view, found.last)
 
 
 def _sum_is_shared(view: GraphView, masks: tuple[Node, ...]) -> bool:
@@ -167,27 +99,46 @@ def _sum_is_shared(view: GraphView, masks: tuple[Node, ...]) -> bool:
     return not any(writes_to(view.gm, mask, view.writers_between(mask, view.nodes[-1])) for mask in masks)
 
 
-def _why_layout(view: GraphView, node: Node) -> str | None:
-    """Why a value must lie in memory as it does, as a sentence."""
-    for reader in readers_behind(view.gm, node):
-        given = (*reader.args, *reader.kwargs.values())
-        casts = reader.target in VIEWS and any(isinstance(a, torch.dtype) for a in given)
-        if casts or reader.target in NEED_LAYOUT:
-            return f"{reader.name} depends on the memory layout of its output"
-    return why_not_sliceable(view, node)
+def _fuse(found: DecomposedAttention, share_sum: bool, edit: Editor) -> None:
+    last = found.last
+    query, keys, value = found.operands
+    key = found.key if found.key is not None else edit.insert(last, "transpose", keys, -2, -1)
+    operands: list[Node] = [query, key, value]
+    flat = rank_of(query) == 3  # kernels want heads: take the batch for them
+    if flat:
+        operands = [edit.insert(last, "unsqueeze", node, 0) for node in operands]
+    mask = _sum(edit, last, found.masks, share_sum)
+    if mask is not None and flat and rank_of(mask) == 3:
+        mask = edit.insert(last, "unsqueeze", mask, 0)
+    exported = isinstance(last.target, torch._ops.OpOverload)
+    target = aten.scaled_dot_product_attention.default if exported else F.scaled_dot_product_attention
+    given: dict[str, Any] = {"scale": found.scale} | ({} if mask is None else {"attn_mask": mask})
+    result = edit.call(last, target, *operands, **given)
+    _replace(found, edit.insert(last, "squeeze", result, 0) if flat else result, edit)
 
 
-def _why_not_grouped(view: GraphView, call: Attention, key: tuple[Node, int], value: tuple[Node, int]) -> str | None:
-    """Why attention cannot read heads that were repeated before it unrepeated, as a sentence."""
-    if key[1] != value[1] or not _heads_fit(call, key):
-        return "its heads are repeated in a way that is not grouped-query attention"
-    if call.dropout_p != 0.0:
-        return "it drops attention weights at random, and another kernel would draw others"
-    reads = [(n, at) for at, (source, _) in ((call.key, key), (call.value, value)) for n in (at, source)]
-    reasons = (why_not_read_later(view, n, at, call.node) for n, at in reads)
-    return next((reason for reason in reasons if reason is not None), None)
+def _sum(edit: Editor, before: Node, masks: tuple[Node, ...], share: bool) -> Node | None:
+    """All masks as one; layers that add the same ones share the sum."""
+    if len(masks) < 2:
+        return next(iter(masks), None)
+    if not share or masks not in edit.shared:
+        joint = masks[0]
+        for mask in masks[1:]:
+            joint = edit.insert(before, "add", joint, mask)
+        edit.shared[masks] = joint
+    return edit.shared[masks]
 
 
-def _heads_fit(call: Attention, key: tuple[Node, int]) -> bool:
-    heads, groups = size_of(call.query, -3), size_of(key[0], -3)
-    return isinstance(heads, int) and isinstance(groups, int) and heads == groups * key[1]
+def _replace(found: DecomposedAttention, result: Node, edit: Editor) -> None:
+    """Let all read the result; the kernels lay it out as they like."""
+    edit.replace_uses(found.last, result)
+    make_views_reshapes(edit.gm, result)
+    behind = list(readers_behind(edit.gm, result))
+    make_whole_for_others(edit.gm, result, behind)
+    for reader in behind:
+        if reader.target in VIEWS:
+            make_reshape(reader)
+    inputs = [n for node in found.nodes for n in node.all_input_nodes if n not in found.nodes]
+    for node in reversed(found.nodes):
+        edit.graph.erase_node(node)
+    edit.erase_unused(inputs)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.fx import Node
 
-from refold.aliasing import switches_mode, written_by
-from refold.edit import Editor
-from refold.match import Call, GraphView, match_linear
-from refold.rewrite import Example, ReversibleRewrite, Site, Skip
+from refold.examples import Example, attention_layers, exported, layers
+from refold.graph.view import Call, GraphView
+from refold.rewrite.editor import Editor
+from refold.rewrite.operators import LINEAR
+from refold.rewrite.refusal import Refuse, own
+from refold.rewrite.rule import ReversibleRewrite, Site
 from refold.weights import AppendColumn
 
 aten = torch.ops.aten
@@ -31,62 +32,35 @@ class FuseBiasInLinear(ReversibleRewrite):
 
     @classmethod
     def examples(cls) -> Iterable[Example]:
-        from refold.testing import models
+        return [attention_layers.attention(), layers.functional(), exported(attention_layers.attention())]
 
-        return [models.attention(), models.functional(), models.exported(models.attention())]
-
-    def find(self, view: GraphView) -> Iterator[Site | Skip]:
-        era = 0  # layers on one input share the padded input until something is written in place or a mode is switched
-        for node in view.nodes:
-            era += bool(switches_mode(node) or written_by(view.gm, node))
-            call = match_linear(view, node)
-            if call is None:
-                continue
-            reason = call if isinstance(call, str) else _why_not(view, call)
-            if reason is not None:
-                yield Skip(node, reason)
-            elif isinstance(call, Call):
-                yield Site((node,), f"fused the bias of {call.path or call.operands['weight'].name}", (call, era))
+    def match(self, view: GraphView, node: Node) -> Site | None:
+        call = LINEAR.match(view, node)
+        if call is None:
+            return None
+        _check_bias(call)
+        own(view, call)
+        what = f"fused the bias of {call.path or call.operands['weight'].name}"
+        return Site((node,), what, (call, view.region(node)))
 
     def rewrite(self, site: Site, edit: Editor) -> None:
-        call, era = site.detail
+        call, region = site.detail
         names = {role: call.operands[role].name for role in ("weight", "bias")}
         fused = edit.map_weights(AppendColumn(), names, {"weight": names["weight"]})["weight"]
-        weight = nn.Parameter(fused, requires_grad=call.weight.requires_grad)
-        padded = self._padded(edit, call, era)
-        if call.path is not None:
-            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            layer.weight = weight
-            layer.train(edit.gm.get_submodule(call.path).training)
-            edit.put_module(call.path, layer)
-            call.node.args, call.node.kwargs = (padded,), {}
-        else:
-            fetches = [n for n in call.node.all_input_nodes if n.op == "get_attr"]
-            fetch = next(n for n in fetches if n.target == names["weight"])
-            call.node.args, call.node.kwargs = (padded, fetch), {}
-            for unused in [n for n in fetches if not n.users]:
-                edit.graph.erase_node(unused)
-            edit.remove(names["bias"])
-            edit.put_tensor(names["weight"], weight)
-        self.mark_as_transformed(call.node)
-
-    def _padded(self, edit: Editor, call: Call, era: int) -> Node:
-        """The input with a one behind it."""
         pad = aten.pad.default if call.kind == "aten" else F.pad
-        key = (call.input, pad, era)
+        key = (call.input, pad, region)
         if key not in edit.shared:
             edit.shared[key] = edit.call(call.node, pad, call.input, [0, 1], "constant", 1.0)
-            self.mark_as_transformed(edit.shared[key])
-        return edit.shared[key]
+        edit.replace_layer(call, input=edit.shared[key], weight=fused, bias=None)
 
 
-def _why_not(view: GraphView, call: Call) -> str | None:
-    if call.bias is None:
-        return "it has no bias"
-    if call.bias.dtype != call.weight.dtype or call.bias.device != call.weight.device:
-        return "its weight and bias differ in dtype or device"
-    if call.bias.requires_grad != call.weight.requires_grad:
-        return "one of its weight and bias is frozen and the other is not"
-    if call.bias.shape != call.weight.shape[:1]:
-        return "its bias is not one number for each output"
-    return view.why_shared(call)
+def _check_bias(call: Call) -> None:
+    weight, bias = call.weight, call.bias
+    if bias is None:
+        raise Refuse("it has no bias")
+    if bias.dtype != weight.dtype or bias.device != weight.device:
+        raise Refuse("its weight and bias differ in dtype or device")
+    if bias.requires_grad != weight.requires_grad:
+        raise Refuse("one of its weight and bias is frozen and the other is not")
+    if bias.shape != weight.shape[:1]:
+        raise Refuse("its bias is not one number for each output")

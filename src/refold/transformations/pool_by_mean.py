@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.fx import Node
 
-from refold.edit import Editor
-from refold.match import GraphView, bind, example_value, per_axis, proves_shapes, why_not_plain
-from refold.rewrite import Example, ReversibleRewrite, Site, Skip
-
-aten = torch.ops.aten
-_MODULES: dict[type, int] = {nn.AvgPool1d: 1, nn.AvgPool2d: 2, nn.AvgPool3d: 3}
-_FUNCTIONS: dict[Any, int] = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
-_FUNCTIONS |= {aten.avg_pool1d.default: 1, aten.avg_pool2d.default: 2, aten.avg_pool3d.default: 3}
-_NAMES = ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+from refold.examples import Example, layers
+from refold.graph.values import example_value, proves_shapes
+from refold.graph.view import Call, GraphView
+from refold.rewrite.editor import Editor
+from refold.rewrite.operators import AVERAGE_POOL
+from refold.rewrite.refusal import Refuse
+from refold.rewrite.rule import ReversibleRewrite, Site
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -37,60 +33,37 @@ class PoolByMean(ReversibleRewrite):
 
     @classmethod
     def examples(cls) -> Iterable[Example]:
-        from refold import examples
+        return [layers.pooled()]
 
-        return [examples.pooled()]
-
-    def find(self, view: GraphView) -> Iterator[Site | Skip]:
-        for node in view.nodes:
-            found = _match_whole_pool(view, node)
-            if isinstance(found, str):
-                yield Skip(node, found)
-            elif found is not None:
-                yield Site((node,), f"{node.name}: its window covers the whole input", (node, *found))
+    def match(self, view: GraphView, node: Node) -> Site | None:
+        call = AVERAGE_POOL.match(view, node)
+        if call is None:
+            return None
+        _check_one_window(call)
+        return Site((node,), f"{node.name}: its window covers the whole input", call)
 
     def rewrite(self, site: Site, edit: Editor) -> None:
-        node, source, dims = site.detail
-        mean = edit.call(node, aten.mean.dim, source, list(range(-dims, 0)), True)
-        edit.replace_uses(node, mean)
-        edit.erase(node)
-        self.mark_as_transformed(mean)
+        call: Call = site.detail
+        mean = edit.call(call.node, torch.ops.aten.mean.dim, call.input, list(range(-call.dims, 0)), True)
+        edit.replace_uses(call.node, mean)
+        edit.erase(call.node)
 
 
-def _match_whole_pool(view: GraphView, node: Node) -> tuple[Node, int] | str | None:
-    """What a node pools, and over how many axes; a sentence where it has other windows or cannot be understood."""
-    if node.op == "call_function" and node.target in _FUNCTIONS:
-        given, dims = bind(node, _NAMES), _FUNCTIONS[node.target]
-    elif node.op == "call_module" and (module := _pool(view, node)) is not None:
-        reason = why_not_plain(module, tuple(_MODULES))
-        if reason is not None:
-            return reason
-        own = {name: getattr(module, name) for name in _NAMES if hasattr(module, name)}
-        given, dims = (bind(node, _NAMES[:1]) or {}) | own, _MODULES[type(module)]
-    else:
-        return None
-    if given is None or not isinstance(given.get("input"), Node) or "kernel_size" not in given:
-        return "its arguments are not understood"
-    return _why_not(given["input"], node, dims, given) or (given["input"], dims)
-
-
-def _pool(view: GraphView, node: Node) -> nn.Module | None:
-    module = view.module(str(node.target))
-    return module if isinstance(module, tuple(_MODULES)) else None
-
-
-def _why_not(source: Node, node: Node, dims: int, settings: dict[str, Any]) -> str | None:
-    if any(size != 0 for size in per_axis(settings.get("padding", 0), dims)):
-        return "it pads its input"
-    if settings.get("divisor_override") is not None:
-        return "it divides by a number of its own"
-    noted = example_value(source)
-    if noted is None or not proves_shapes(noted) or not noted.is_floating_point() or noted.dim() < dims:
-        return "the size of its input is not known for every run"
-    sizes = noted.shape[-dims:]
-    if not all(isinstance(size, int) for size in (*sizes, *per_axis(settings["kernel_size"], dims))):
-        return "the size of its input is not fixed"
-    if any(window < size for window, size in zip(per_axis(settings["kernel_size"], dims), sizes, strict=True)):
-        return "its window does not cover the whole input"
-    made = example_value(node)
-    return None if made is not None and all(size == 1 for size in made.shape[-dims:]) else "it has more than one window"
+def _check_one_window(call: Call) -> None:
+    dims, window = call.dims, call.settings["kernel_size"]
+    if window is None:
+        raise Refuse("its arguments are not understood")
+    if any(size != 0 for size in call.settings["padding"]):
+        raise Refuse("it pads its input")
+    if call.settings["divisor_override"] is not None:
+        raise Refuse("it divides by a number of its own")
+    read, made = example_value(call.input), example_value(call.node)
+    if read is None or not proves_shapes(read) or not read.is_floating_point() or read.dim() < dims:
+        raise Refuse("the size of its input is not known for every run")
+    sizes = read.shape[-dims:]
+    if not all(isinstance(size, int) for size in (*sizes, *window)):
+        raise Refuse("the size of its input is not fixed")
+    if any(own < size for own, size in zip(window, sizes, strict=True)):
+        raise Refuse("its window does not cover the whole input")
+    if made is None or any(size != 1 for size in made.shape[-dims:]):
+        raise Refuse("it has more than one window")

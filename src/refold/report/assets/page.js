@@ -48,6 +48,13 @@ const Refold = (() => {
     return `${digits(seconds / 1e-9)} ns`;
   }
 
+  function bytes(count) {
+    for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) {
+      if (count >= size) return `${digits(count / size)} ${unit}`;
+    }
+    return `${count} bytes`;
+  }
+
   function large(number) {
     for (const [unit, size] of [["B", 1e9], ["M", 1e6], ["k", 1e3]]) {
       if (number >= size) return `${digits(number / size)} ${unit}`;
@@ -62,16 +69,17 @@ const Refold = (() => {
     return value === 0 ? "0" : value.toExponential(1);
   }
 
-  /** What a ratio means in words: "faster", "slower" or "same" where the spread holds 1, or the ratio reads as 1. */
+  /** What a ratio means in words: only where the spread lies wholly on one side of 1, anything is decided. */
   function verdict(ratio) {
-    if ((ratio.low <= 1 && ratio.high >= 1) || times(ratio.median) === times(1)) return "same";
-    return ratio.median > 1 ? "faster" : "slower";
+    return ratio.low > 1 ? "faster" : ratio.high < 1 ? "slower" : "undecided";
   }
 
+  /** A ratio in two digits behind the point, or in as many as tell it from 1. */
   function times(value) {
-    return `${value.toFixed(2)}×`;
+    const places = [2, 3, 4].find((n) => value === 1 || Number(value.toFixed(n)) !== 1) || 2;
+    return `${value.toFixed(places)}×`;
   }
 
   const data = JSON.parse(byId("report-data").textContent);
-  return { data, el, svg, byId, count, digits, duration, error, large, times, verdict, whole };
+  return { data, el, svg, byId, bytes, count, digits, duration, error, large, times, verdict, whole };
 })();

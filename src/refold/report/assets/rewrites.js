@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const { data, el, byId, count, duration, error, times, verdict } = Refold;
+  const { data, el, byId, count, bytes, duration, error, times, verdict } = Refold;
   const FIRST_ROWS = 5;
   const LONGEST_ALGEBRA = 6; // lines
   const STATUS_TONE = { kept: "good", "taken back": "warn", refused: "warn", "no match": "none" };
@@ -62,9 +62,9 @@
   function gain(step) {
     if (!step.gain) return null;
     const kind = verdict(step.gain);
-    const tone = { faster: "good", slower: "bad", same: "none" }[kind];
+    const tone = { faster: "good", slower: "bad", undecided: "none" }[kind];
     const spread = `between ${times(step.gain.low)} and ${times(step.gain.high)}`;
-    return el("div", { class: "fact" }, el("dt", {}, "Time"), el("dd", {}, chip({ faster: `${times(step.gain.median)} faster`, slower: `slower: ${times(step.gain.median)}`, same: "no measurable gain" }[kind], tone), el("span", { class: "quiet" }, ` ${spread}`)));
+    return el("div", { class: "fact" }, el("dt", {}, "Time"), el("dd", {}, chip({ faster: `${times(step.gain.median)} faster`, slower: `slower: ${times(step.gain.median)}`, undecided: "not decided" }[kind], tone), el("span", { class: "quiet" }, ` ${spread}`)));
   }
 
   function exactness(step) {
@@ -98,10 +98,11 @@
   function showExecutors() {
     if (!data.executors.length) return byId("executors").remove();
     const tones = { chosen: "good", tried: "plain", "not tried": "none" };
+    const number = (value, write) => el("td", { class: "number" }, value === null ? "–" : write(value));
     const row = (one) => el("tr", {}, el("td", {}, el("b", {}, one.name)), el("td", {}, chip(one.choice, tones[one.choice])),
-      el("td", { class: "number" }, one.seconds === null ? "–" : duration(one.seconds)), el("td", {}, one.why));
+      number(one.seconds, duration), number(one.resident, bytes), number(one.peak, bytes), el("td", {}, one.why));
     return byId("executors").append(el("div", { class: "scroll" }, el("table", {},
-      el("thead", {}, el("tr", {}, ["executor", "", "time", "why"].map((name) => el("th", {}, name)))), el("tbody", {}, data.executors.map(row)))));
+      el("thead", {}, el("tr", {}, ["executor", "", "time", "holds", "peak", "why"].map((name) => el("th", {}, name)))), el("tbody", {}, data.executors.map(row)))));
   }
 
   function showMachine() {

@@ -15,7 +15,7 @@
     const between = `between ${times(speed.low)} and ${times(speed.high)}`;
     const kind = verdict(speed);
     if (speed.low === 1 && speed.high === 1) return tile("none", "Speed", "no difference", "Nothing that was tried is faster beyond the noise, so the original runs.");
-    if (kind === "same") return tile("none", "Speed", "no difference", `Measured ${times(speed.median)}, ${between}: the spread holds 1.`);
+    if (kind === "undecided") return tile("none", "Speed", "not decided", between);
     const [tone, value, word] = kind === "faster" ? ["good", `${times(speed.median)} faster`, "than"] : ["bad", "slower", `${times(speed.median)} the speed of`];
     return tile(tone, "Speed", value, `${word} the original, ${between}`);
   }
@@ -73,10 +73,28 @@
     return section;
   }
 
+  /** What is left of one kind of work, as a part of what the original does. */
+  function workLeft(work) {
+    const share = work.before ? work.after / work.before : 1;
+    const drawing = svg("svg", { class: "bar", role: "img", "aria-label": `${work.unit}: ${large(work.after)} of ${large(work.before)}` },
+      svg("rect", { class: "track", width: "100%", height: "100%", rx: 3 }),
+      svg("rect", { class: "fill", width: `${(100 * share).toFixed(2)}%`, height: "100%", rx: 3 }));
+    const name = el("span", { class: "bar-name" }, work.unit, work.why ? el("span", { class: "quiet" }, work.why) : null);
+    const value = el("span", { class: "bar-value" }, el("b", {}, `${large(work.after)} of ${large(work.before)}`), el("span", { class: "quiet" }, ` −${Math.round(100 * (1 - share))} %`));
+    return el("li", { class: "timing role-refold" }, name, drawing, value);
+  }
+
+  function showLeftOut() {
+    if (!data.left_out.length) return byId("left-out").remove();
+    byId("left-out").append(el("ol", { class: "bars" }, data.left_out.map(workLeft)));
+  }
+
   function showSummary() {
     const machine = data.machine.description;
     byId("subtitle").append([data.model.class_name, machine, data.created].filter(Boolean).join("  ·  "));
     byId("tiles").append(speedTile(), exactTile(), changeTile(), modelTile());
+    showLeftOut();
+    if (data.headroom) byId("notes").append(el("p", { class: "note" }, data.headroom.sentence));
     for (const note of data.notes) byId("notes").append(el("p", { class: "note" }, note));
     showTimings();
   }

@@ -1,0 +1,1 @@
+"""Any nn.Module to a graph of its own modules."""

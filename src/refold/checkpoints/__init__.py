@@ -1,0 +1,1 @@
+"""State dicts and optimizers, carried through the history of a module."""

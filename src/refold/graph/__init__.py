@@ -1,0 +1,1 @@
+"""Facts about the nodes of a graph: arguments, aliasing, purity, layout, recorded values."""

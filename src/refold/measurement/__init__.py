@@ -1,0 +1,1 @@
+"""Seconds and bytes of calls, measured in turns."""

@@ -1,0 +1,1 @@
+"""`refold.optimize` in stages: captured, rewritten, verified, chosen, watched."""

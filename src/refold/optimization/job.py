@@ -1,0 +1,68 @@
+"""What is to be optimized, for which call, and how: one value that every stage of the work reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from refold.call_arguments import CallArguments
+from refold.optimization.budget import Budget
+from refold.optimization.progress import Progress
+from refold.optimization.selected_outputs import SelectedOutputs
+from refold.optimization.sizes import OtherSizes
+from refold.optimization.zeroed_outputs import ZeroedOutputs
+from refold.rewrite.transformation import Transformation
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model, one call of it, and the settings of `optimize`."""
+
+    model: nn.Module
+    inputs: CallArguments
+    pipeline: tuple[Transformation, ...]
+    level: str
+    backend: str
+    effort: str
+    budget: Budget
+    progress: Progress
+    open_sizes: bool = True
+    """Whether calls of other sizes than the example's are to run fast, too."""
+    outputs: SelectedOutputs | None = None
+    """The outputs that are wanted; None where all are."""
+    padding: str | None = None
+    """"zeros" where nobody reads outputs at padding."""
+    zeroed: ZeroedOutputs | None = None
+    """The outputs that are zeros at padding on every way."""
+    others: OtherSizes | None = None
+    """Calls of other sizes, that the user gave or that were drawn; None where the graph takes the example's alone."""
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the keyword arguments of the call."""
+        return self.inputs.args, self.inputs.kwargs
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.inputs.device(self.model)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The model as callers know it: with zeros at padding where nobody reads it."""
+        return self.model if self.zeroed is None else self.zeroed.called(self.model)
+
+    def call(self, run: Callable[..., Any]) -> Any:
+        """Call the model, or something that stands for it, with the inputs of the job and without gradients."""
+        with torch.no_grad():
+            return self.inputs.given_to(run)
+
+    def part(self, start: float, stop: float) -> Job:
+        """The same job, which reports its progress as a part of the whole."""
+        report = self.progress
+        return replace(self, progress=lambda what, done: report(what, start + done * (stop - start)))

@@ -1,0 +1,336 @@
+"""The main job: capture a model, rewrite it, verify, measure, keep what helps, and choose the fastest way to run it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from refold.call_arguments import CallArguments
+from refold.capture.captured import why_refused
+from refold.capture.model_state import ModelState, all_or_nothing, untouched
+from refold.capture.tracing import trace
+from refold.errors import BadExample, CaptureError, RefoldError
+from refold.executors import Executor, InputSpec, Plain, UnsupportedInput
+from refold.optimization.budget import EFFORTS, Budget
+from refold.optimization.choice import ORIGINAL, ExecutorChoice, available_executor, choose
+from refold.optimization.default_pipeline import chosen_pipeline, usual_for
+from refold.optimization.determinism import why_not_comparable, why_stateful
+from refold.optimization.fallbacks import Fallbacks
+from refold.optimization.first_checks import check_model
+from refold.optimization.headroom import headroom
+from refold.optimization.inventory import Inventory, names_of
+from refold.optimization.job import Job
+from refold.optimization.optimized_module import OptimizedModule
+from refold.optimization.prepared import Prepared, Way
+from refold.optimization.progress import Progress, shown, silent
+from refold.optimization.report_building import build_report
+from refold.optimization.selected_outputs import SelectedOutputs
+from refold.optimization.sizes import OtherSizes, draw_calls, has_open_sizes, size_notes
+from refold.optimization.spelling import Spelling
+from refold.optimization.steps import Rewritten, rewrite
+from refold.optimization.watch import Watch, read_in_eval
+from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
+from refold.record.copies import shared_copy
+from refold.record.reversal import undo_below
+from refold.record.stack import history
+from refold.report.data import GraphData, ModelSummary
+from refold.report.document import Report
+from refold.rewrite.transformation import Transformation
+from refold.verification.accuracy import OutputReference
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    level: str = "default",
+    pipeline: Sequence[Transformation] | Transformation | None = None,
+    backend: str = "auto",
+    effort: str = "default",
+    time_budget: float | None = None,
+    sizes: str = "open",
+    outputs: Sequence[str | int] | None = None,
+    padding: str | None = None,
+    on_fallback: str = "warn",
+    progress: bool | Progress | None = None,
+) -> OptimizedModule:
+    """Find the fastest correct way to run a model on inputs like these, on this machine.
+
+    The model is captured, every transformation of the pipeline is applied, verified against a float64 reference and
+    measured against the version before it, and reverted if it is wrong or slower. Then every executor that is
+    available (`backend="auto"`), or the one that is named, is prepared, checked and timed, and the fastest one wins.
+
+    `example_inputs` is a dict of keyword arguments, a tuple of positional ones, or one tensor; or a list of several
+    such calls, of the sizes that matter. Calls of all other sizes that the model's code allows run fast as well, unless
+    `sizes="example"`: then only the example's are prepared for. `level="safe"` keeps only rewrites that leave every
+    output bit-identical. `effort="quick"` verifies the rewrites and tries what is ready at once; `"default"` tries the
+    most promising ways to run the model within `time_budget` seconds (None: 30 on a CPU, 60 on a GPU, twice that for
+    models of more than 500 million parameters); `"max"` tries all, and measures every rewrite alone. `progress` is
+    called with what is being done and how much is done, from 0 to 1; True shows a bar, False nothing, and None a bar on
+    a terminal. `outputs` names those that are wanted, by key or by position: the others come back as None, and what
+    only they needed is not computed. `padding="zeros"` says that nobody reads outputs at padding: they are zeros there
+    on every way, and padding is not computed where that pays. A call that nothing was prepared for runs the original,
+    with a `FellBack` warning once for each reason; `on_fallback="ignore"` says nothing, `"raise"` refuses it. The
+    result is called like the model; `.restore()` gives the model back.
+    """
+    _check_settings(sizes, effort, time_budget, padding)
+    if isinstance(model, OptimizedModule):
+        raise RefoldError("the model is optimized already; call .restore() on it first.")
+    check_model(model)
+    fallbacks = Fallbacks(on_fallback)
+    transformations = chosen_pipeline(level, pipeline)
+    chosen = None if outputs is None else SelectedOutputs(tuple(outputs))
+    inputs, others = _calls(model, example_inputs)
+    if pipeline is None:
+        transformations = usual_for(transformations, inputs.device(model), effort)
+
+    def work() -> OptimizedModule:
+        with shown(progress) as report_to:
+            usual = time_budget is None
+            budget = Budget.usual(model, inputs.device(model), effort) if usual else Budget(time_budget)
+            how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
+            job = Job(model, inputs, *how)
+            again = functools.partial(_refresh, replace(job, progress=silent), others, time_budget)
+            select = chosen.of if chosen is not None else None
+            return OptimizedModule(model, _prepare(job, others), again, select, fallbacks)
+
+    return all_or_nothing(model, work)
+
+
+def _check_settings(sizes: str, effort: str, time_budget: float | None, padding: str | None) -> None:
+    if sizes not in ("open", "example"):
+        raise RefoldError(f"sizes must be 'open' or 'example', not {sizes!r}.")
+    if effort not in EFFORTS:
+        raise RefoldError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}.")
+    if time_budget is not None and not time_budget > 0:
+        raise RefoldError(f"time_budget must be a positive number of seconds, or None, not {time_budget!r}.")
+    if padding not in (None, "zeros"):
+        raise RefoldError(f"padding must be None, or 'zeros' for outputs that are not read there, not {padding!r}.")
+
+
+def _refresh(
+    job: Job, others: Sequence[CallArguments], seconds: float | None, prepared: Prepared | None
+) -> tuple[Prepared, list[str]]:
+    """What is prepared for the model as it is now, and what is different from when it was prepared."""
+    budget = Budget.usual(job.model, job.device, job.effort) if seconds is None else Budget(seconds)
+    job = replace(job, budget=budget)
+
+    def work() -> tuple[Prepared, list[str]]:
+        changes = ["it was restored, or given up"] if prepared is None else _changes(job, prepared)
+        if prepared is not None and not changes:
+            return prepared, []
+        if prepared is not None and prepared.graph_module is not None and history(prepared.graph_module):
+            undo_below(prepared.graph_module)
+        known = ORIGINAL if prepared is None or job.backend != "auto" else prepared.at_example.executor
+        return _prepare(job if known == ORIGINAL else replace(job, backend=known), others), changes
+
+    return all_or_nothing(job.model, work)
+
+
+def _changes(job: Job, prepared: Prepared) -> list[str]:
+    """What is different in the model: what is checked at every call, and what a capture and the weights' bits show."""
+    reasons = [reason for way in prepared.ways if (reason := way.watch.why_changed()) is not None]
+    captured = _capture(job)
+    before = prepared.inventory
+    if before is None or isinstance(captured, str):
+        return reasons + ([] if (before is None) == isinstance(captured, str) else ["whether it can be captured"])
+    now = Inventory.of(job.model, captured).with_weights(job.model, list(before.tensors))
+    return list(dict.fromkeys([*reasons, *before.differences(now)]))
+
+
+def _calls(model: nn.Module, example_inputs: Any) -> tuple[CallArguments, list[CallArguments]]:
+    """The example, and the other calls that were given, in the spelling of the example."""
+    given = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    if not given:
+        raise BadExample("example_inputs is an empty list; give at least one dict, tuple or tensor.")
+    first, *others = (CallArguments.of(each).checked() for each in given)
+    spelling = Spelling(model.forward, first.args, first.kwargs)
+    try:
+        spec = InputSpec.of(first.args, first.kwargs, open_sizes=True)
+        found = [CallArguments(*spelling.of(call.args, call.kwargs)) for call in others]
+        for call in found:
+            spec.tensors(call.args, call.kwargs)
+    except UnsupportedInput as unsupported:
+        raise BadExample(f"the calls in example_inputs may differ in their sizes only. {unsupported}") from None
+    return first, found
+
+
+def _prepare(job: Job, others: Sequence[CallArguments]) -> Prepared:
+    """The fastest ways to run a model; whatever calls change in the model meanwhile is put back."""
+    with torch.inference_mode(False):  # weights that are merged there could not be trained any more
+        job = replace(job, inputs=job.inputs.copy())
+        state = ModelState(job.model, parameters=False)  # merged ones lie elsewhere afterwards
+        try:
+            prepared = _run_stages(job, others)
+        finally:
+            state.put_back()
+        ways = [way for way in prepared.ways if way.executor != ORIGINAL]
+        for way in ways:
+            way.watch.watch_modules(job.model)
+        if prepared.inventory is not None:
+            copied = [tensor for way in ways for tensor in way.watch.copied]
+            prepared.inventory = prepared.inventory.with_weights(job.model, names_of(job.model, copied))
+        return prepared
+
+
+def _run_stages(job: Job, others: Sequence[CallArguments]) -> Prepared:
+    if job.backend != "auto":
+        available_executor(job.backend, job.device)  # checked before the long work
+    job.progress("capturing", 0.0)
+    with untouched(job.model):
+        reason = why_not_comparable(job.model, job.inputs)
+        changes = None if reason else why_stateful(job.model, job.inputs)
+        if job.outputs is not None:
+            job.outputs.of(job.call(job.model))  # names that the model does not give are refused
+    if reason:
+        return _unoptimized(job, reason)
+    if changes:  # the plain way to run it is the model itself
+        return _unoptimized(job, changes, names=("auto", Plain.name))
+    captured = _capture(job)
+    job.budget.captured()
+    if isinstance(captured, str):
+        notes, inventory = [captured, *_no_zeros(job)], None
+        rewritten = Rewritten(None, None, GraphData(), [], OutputReference.of(job.model, job.inputs))
+    else:
+        inventory = Inventory.of(job.model, captured)
+        job, notes = _with_zeros(job, captured)
+        job = _with_other_sizes(job, captured, others)
+        notes += size_notes(captured) if job.open_sizes else []
+        rewritten = rewrite(job.part(0.1, 0.55), captured)
+        notes += hints_about_padding(step.result for step in rewritten.steps)
+    job, notes = _with_sizes_that_agree(job, rewritten, notes)
+    rewritten, choice = _choose(job.part(0.55, 1.0), rewritten)
+    if choice.comparison is not None and ORIGINAL in choice.comparison.timings and job.effort != "quick":
+        line = headroom(job, choice.comparison.timings[ORIGINAL].median)
+        notes = [*notes, *([line] if line is not None else [])]
+    prepared = _prepared(job, rewritten, choice, build_report(job.model, rewritten, choice, [*rewritten.notes, *notes]))
+    return replace(prepared, inventory=inventory, zeroed=job.zeroed)
+
+
+def _with_zeros(job: Job, captured: GraphModule) -> tuple[Job, list[str]]:
+    """The job with zeros at padding in its graph, if nobody reads outputs there; and what the report says of it."""
+    if job.padding is None:
+        return job, []
+    found = zero_outputs(captured, job.model, job.inputs)
+    return (job, [found]) if isinstance(found, str) else (replace(job, zeroed=found), [found.note])
+
+
+def _no_zeros(job: Job) -> list[str]:
+    """What the report says of padding where there is no graph to write zeros into."""
+    return [] if job.padding is None else ["padding='zeros' makes no difference: there is no graph of the model."]
+
+
+def _with_other_sizes(job: Job, captured: GraphModule, given: Sequence[CallArguments]) -> Job:
+    """The job with calls of other sizes: those that were given, or drawn ones."""
+    if not (job.open_sizes and has_open_sizes(captured)):
+        return job
+    taken = [call for call in given if why_refused(captured, call.args, call.kwargs) is None]
+    calls = taken or draw_calls(job.inputs, captured, job.model)
+    model = job.original if job.outputs is None else job.outputs.called(job.original)
+    return replace(job, others=OtherSizes(model, calls))
+
+
+def _with_sizes_that_agree(job: Job, rewritten: Rewritten, notes: list[str]) -> tuple[Job, list[str]]:
+    """The job for the example's sizes alone, where the rewritten graph is wrong at others."""
+    gm, others = rewritten.gm, job.others
+    if gm is None or others is None or (objection := others.objection(gm)) is None:
+        return job, notes
+    why = f"Other sizes than the example's run the original, because the rewritten graph is not the model {objection}"
+    return replace(job, others=None), [*notes, why]
+
+
+def _unoptimized(job: Job, why: str, *, names: tuple[str, ...] = ("auto",)) -> Prepared:
+    """The model itself, where nothing can be compared with it; for the backends of these names."""
+    if job.backend not in names:
+        raise RefoldError(f"the executor {job.backend} cannot be used for this model: {why}.")
+    choice = ExecutorChoice(ORIGINAL, job.model, True)
+    report = build_report(job.model, None, choice, [f"The model is run as it is: {why}.", *_no_zeros(job)])
+    way = Way(ORIGINAL, job.model, Watch([], None, reads_live_weights=True))
+    args, kwargs = job.arguments
+    return Prepared(Spelling(job.model.forward, args, kwargs), InputSpec.of(args, kwargs), None, way, None, report)
+
+
+def _capture(job: Job) -> GraphModule | str:
+    """The model as a graph, for all sizes that it leaves open where the job is for other sizes too; or a note that says
+    why it cannot be captured."""
+    model, (args, kwargs) = job.model, job.arguments
+    try:
+        if isinstance(model, GraphModule):
+            captured = shared_copy(model)  # the given one stays as it is: it is what runs on other inputs
+        else:
+            with torch.no_grad():
+                captured = trace(model, *args, dynamic="auto" if job.open_sizes else False, whole_result=True, **kwargs)
+    except CaptureError as error:
+        return f"The model could not be captured, so it is run as it is: {error}{_hint_about_cache(model, kwargs)}"
+    if job.outputs is not None:
+        job.outputs.cut(captured)
+    return captured
+
+
+def _hint_about_cache(model: nn.Module, given: dict[str, Any]) -> str:
+    """What to try with a model whose result holds a cache."""
+    if "use_cache" in given or "use_cache" not in inspect.signature(model.forward).parameters:
+        return ""
+    return " If its cache is in the way and not needed: give use_cache=False, in the example and in every call."
+
+
+def _choose(job: Job, rewritten: Rewritten) -> tuple[Rewritten, ExecutorChoice]:
+    """The executors that run the model, and the graph that they run: without the rewrites where they do not help."""
+    choice = choose(job, rewritten, functools.partial(_as_called, job, rewritten.gm))
+    gm = rewritten.gm
+    if gm is not None and choice.rewrites_hinder:
+        if choice.at_any_size is not None and not choice.reads_live_weights:
+            return rewritten, choice  # it runs a copy without them, and the other sizes run with them
+        rewritten = rewritten.reverted(job, f"{choice.name} runs the model as fast without the rewrites.")
+        if choice.reads_live_weights:  # it reads them from where they lay, and merged ones have just moved
+            choice.prepare_again(gm, job)
+    return rewritten, choice
+
+
+def _as_called(
+    job: Job,
+    gm: GraphModule | None,
+    executor: Executor,
+    run: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A way to run a model, with the checks that a call of the optimized model makes around it."""
+    way = _way(job, gm, executor.name, run, executor.reads_live_weights)
+    way.watch.watch_modules(job.model)
+    prepared = _put_together(job, gm, way, way if executor.takes_any_size else None, Report("", ModelSummary("")))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return prepared.run(prepared.checked(args, kwargs))
+        except UnsupportedInput:  # other candidates write into the model: what is timed are the checks all the same
+            return run(*args, **kwargs)
+
+    return call
+
+
+def _prepared(job: Job, rewritten: Rewritten, choice: ExecutorChoice, report: Report) -> Prepared:
+    way = _way(job, rewritten.gm, choice.name, choice.run, choice.reads_live_weights)
+    other = None
+    if choice.at_any_size is not None:
+        executor, run = choice.at_any_size
+        is_same = run is choice.run
+        other = way if is_same else _way(job, rewritten.gm, executor.name, run, executor.reads_live_weights)
+    return _put_together(job, rewritten.gm, way, other, report)
+
+
+def _way(job: Job, gm: GraphModule | None, name: str, run: Callable[..., Any], reads_live_weights: bool) -> Way:
+    weights = [] if name == ORIGINAL else read_in_eval(job.model)
+    return Way(name, run, Watch(weights, gm, reads_live_weights=reads_live_weights))
+
+
+def _put_together(job: Job, gm: GraphModule | None, way: Way, other: Way | None, report: Report) -> Prepared:
+    args, kwargs = job.arguments
+    spec = InputSpec.of(args, kwargs, open_sizes=job.open_sizes and gm is not None)
+    refusal = functools.partial(why_refused, gm) if gm is not None else None
+    return Prepared(Spelling(job.model.forward, args, kwargs), spec, gm, way, other, report, refusal)

@@ -1,0 +1,246 @@
+"""The optimized model: used like the original, fast where it was built for, and the original itself everywhere else."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from refold.capture.exclusive import alone
+from refold.executors import UnsupportedInput
+from refold.optimization.fallbacks import Fallbacks
+from refold.optimization.prepared import Call, Prepared
+from refold.optimization.sizes import has_small_size
+from refold.record.reversal import undo_below
+from refold.record.stack import history
+from refold.report.document import Report
+
+_MOST_NOTES = 20
+_FORWARDED = (
+    *("named_modules", "named_children", "named_parameters", "named_buffers", "state_dict", "load_state_dict"),
+    *("register_parameter", "register_buffer", "add_module", "zero_grad"),
+    *("__len__", "__iter__", "__reversed__", "__contains__", "__getitem__", "__setitem__", "__delitem__"),
+)
+"""Methods that the original runs, where it has them."""
+_MOVES = ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")
+_MOVED = "moved or cast since it was optimized: runs the original; call refold.optimize again"
+
+
+Refresh = Callable[[Prepared | None], tuple[Prepared, list[str]]]
+"""Gives what is prepared for the model as it is now, and what is different from before."""
+
+
+class OptimizedModule(nn.Module):
+    """Runs a model the fastest correct way that was found for its example inputs.
+
+    Other arguments than the example's, training mode, inputs that require gradients, and weights that were changed
+    since all go to the original model; `notes` says when that happened, `fallbacks` how often. Everything else
+    (attributes, methods, parameters, `state_dict`) is the original's own.
+    """
+
+    def __new__(cls, original: nn.Module, *args: Any) -> OptimizedModule:
+        return object.__new__(_class_like(type(original)))
+
+    def __init__(
+        self,
+        original: nn.Module,
+        prepared: Prepared,
+        refresh: Refresh | None = None,
+        select: Callable[[Any], Any] | None = None,
+        fallbacks: Fallbacks | None = None,
+    ) -> None:
+        super().__init__()
+        hidden = self.__dict__  # not registered as a child: names of parameters stay those of the original
+        hidden["original"] = original
+        hidden["prepared"] = prepared
+        hidden["_zeroed"] = prepared.zeroed
+        hidden["_refresh"] = refresh
+        hidden["_select"] = select
+        hidden["notes"] = []
+        hidden["_fallbacks"] = fallbacks or Fallbacks("warn")
+        run = self._forward if select is None else lambda *args, **kwargs: select(self._forward(*args, **kwargs))
+        hidden["forward"] = _signed_like(original.forward, run)
+        self.__dict__["training"] = original.training
+
+    # --- running ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        prepared: Prepared | None = self.prepared
+        if prepared is None:
+            return self._run_original("it was restored", args, kwargs, is_expected=True)
+        if self.original.training:
+            return self._run_original("the model is in training mode", args, kwargs, is_expected=True)
+        tensors: list[torch.Tensor] = []
+        try:
+            call = prepared.checked(args, kwargs)
+            tensors = call[0]
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                return self._run_original("gradients of an input are asked for", args, kwargs, is_expected=True)
+            output = self._run_fast(prepared, call)
+        except UnsupportedInput as unsupported:  # nothing was done that can be seen outside
+            reason = str(unsupported)
+        else:
+            self._fallbacks.count_fast()
+            return output
+        return self._run_original(reason, args, kwargs, is_expected=has_small_size(tensors, prepared.example))
+
+    @staticmethod
+    def _run_fast(prepared: Prepared, call: Call) -> Any:
+        if not torch.is_grad_enabled():
+            return prepared.run(call)
+        with torch.no_grad():
+            return prepared.run(call)
+
+    def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_expected: bool) -> Any:
+        self._note(f"ran the original: {reason}")
+        self._fallbacks.count(reason, is_expected=is_expected)
+        result = self.original(*args, **kwargs)
+        return result if self._zeroed is None else self._zeroed.of(result, args, kwargs)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes and len(self.notes) < _MOST_NOTES:
+            self.notes.append(note)
+
+    def _give_up(self, why: str) -> None:
+        """Say that what was prepared is of no use any more."""
+        self._note(why)
+        self._fallbacks.tell(why, 4)
+
+    # --- what it reports and gives back ----------------------------------------------------------------------------
+
+    @property
+    def report(self) -> Report:
+        """Everything that was tried, kept and measured."""
+        built = self._last_report if self.prepared is None else self.prepared.report
+        return replace(built, notes=(*built.notes, *self.notes), calls=self._fallbacks.calls())
+
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """How many calls ran the original, by reason."""
+        return self._fallbacks.reasons
+
+    @property
+    def graph_module(self) -> GraphModule | None:
+        """The rewritten graph, with its history."""
+        return None if self.prepared is None else self.prepared.graph_module
+
+    def refresh(self) -> list[str]:
+        """Capture the model again, compare it with what was prepared, and prepare anew where it has changed. The
+        sentences say what has; none where nothing has."""
+        if self._refresh is None:
+            return []
+        prepared, changes = self._refresh(self.prepared)
+        self.__dict__.update(prepared=prepared, _zeroed=prepared.zeroed)
+        return list(changes)
+
+    def restore(self) -> nn.Module:
+        """Undo everything and give the original model back, bit for bit."""
+        prepared = self.prepared
+        if prepared is not None:
+            gm = prepared.graph_module
+            if gm is not None and history(gm):
+                alone(lambda: undo_below(gm))
+            self.__dict__.update(_last_report=prepared.report, prepared=None)  # last: it can be done again
+        return self.original
+
+    # --- being the original ----------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The original gets it; what was built from the original cannot know what difference it makes."""
+        known, plain = getattr(self.original, name, value), isinstance(value, int | float | str)
+        setattr(self.original, name, value)
+        if name == "training":
+            self.__dict__[name] = value
+        elif known is not value and not (plain and type(known) is type(value) and known == value):
+            self.restore()
+            self._give_up(f"{name} was set since it was optimized: runs the original; call refold.optimize again")
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.original, name)
+        self.restore()
+        self._give_up(f"{name} was deleted since it was optimized: runs the original; call refold.optimize again")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.original)})
+
+    def __repr__(self) -> str:
+        how = "restored" if self.prepared is None else self.prepared.at_example.executor
+        return f"Optimized[{how}]({self.original!r})"
+
+    def train(self, mode: bool = True) -> OptimizedModule:
+        self.original.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *others: Any) -> None:
+        """Called where this is a part of a model that loads a checkpoint: torch goes on to children, and those are the
+        original's."""
+        kept = {key: value for key, value in local_metadata.items() if key == "assign_to_params_buffers"}
+        for path, module in self.original.named_modules(remove_duplicate=False):
+            inner = f"{prefix}{path}." if path else prefix
+            module._load_from_state_dict(state_dict, inner, dict(kept), *others)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> OptimizedModule:
+        self.original.apply(fn)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> OptimizedModule:
+        self.original.requires_grad_(requires_grad)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> OptimizedModule:
+        """`.to()`, `.half()`, `.cuda()`: the original moves, and what was built for the old place is given up."""
+        self.restore()
+        self.original._apply(fn, recurse)
+        self._give_up(_MOVED)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy is a copy of the original: compiled code cannot be copied."""
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self) -> Any:
+        return (_itself, (self.original,))
+
+
+def _class_like(original: type[nn.Module]) -> type[OptimizedModule]:
+    """A class of optimized modules that forwards to the original, has a length and items if the original's class does,
+    and moves in its way."""
+
+    def forward_to_original(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: getattr(self.original, name)(*args, **kwargs)
+
+    def move_original(name: str) -> Callable[..., Any]:
+        def move(self: OptimizedModule, *args: Any, **kwargs: Any) -> OptimizedModule:
+            self.restore()
+            getattr(self.original, name)(*args, **kwargs)
+            self._give_up(_MOVED)
+            return self
+
+        return move
+
+    methods: dict[str, Any] = {name: forward_to_original(name) for name in _FORWARDED if hasattr(original, name)}
+    methods["__class__"] = property(lambda self: type(self.original))  # isinstance, and libraries that ask for a name
+    own = [name for name in _MOVES if getattr(original, name) is not getattr(nn.Module, name)]
+    methods |= {name: move_original(name) for name in own}
+    return type("OptimizedModule", (OptimizedModule,), {"__module__": __name__, **methods})
+
+
+def _signed_like(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs one thing, and has the name, documentation and signature of another."""
+    return functools.update_wrapper(functools.partial(run), original)
+
+
+def _itself(original: nn.Module) -> nn.Module:
+    """Unpickling gives the original: compiled code cannot be stored. `refold.save` keeps the rewritten graph."""
+    return original

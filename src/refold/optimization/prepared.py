@@ -1,0 +1,102 @@
+"""What was prepared for a model: the calls it is for, and the ways to run them while the model is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from refold.executors import Checked, InputSpec, UnsupportedInput, run_checked
+from refold.optimization.inventory import Inventory
+from refold.optimization.sizes import Shapes
+from refold.optimization.spelling import Spelling
+from refold.optimization.watch import Watch
+from refold.optimization.zeroed_outputs import ZeroedOutputs
+from refold.report.document import Report
+
+Call = tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]
+"""The tensors of a call, and its positional and keyword arguments in the example's spelling."""
+
+
+@dataclass
+class Way:
+    """One way to run a model, and whether it still computes what the model does."""
+
+    executor: str
+    run: Callable[..., Any]
+    watch: Watch
+    launches_first: bool = field(init=False)
+    """Whether the model is checked while a device computes a call, and not before."""
+
+    def __post_init__(self) -> None:
+        self.launches_first = isinstance(self.run, Checked) and self.run.is_asynchronous
+
+    def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that was checked already. `UnsupportedInput` says why this way cannot stand for the model in this
+        call; nothing was done then that can be seen outside."""
+        if not self.launches_first:
+            _refuse(self.watch.why_changed())
+            return run_checked(self.run, tensors, args, kwargs)
+        output = run_checked(self.run, tensors, args, kwargs)
+        reason = self.watch.why_changed()
+        self.launches_first = reason is None  # nothing is computed in vain a second time
+        _refuse(reason)
+        return output
+
+
+@dataclass
+class Prepared:
+    """The ways to run a model, and the calls that they are for: one way for the sizes of the example, one for all other
+    sizes that the graph takes."""
+
+    spelling: Spelling
+    spec: InputSpec
+    graph_module: GraphModule | None
+    at_example: Way
+    at_any_size: Way | None
+    report: Report
+    refusal: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None
+    """Why the graph does not take a call's sizes, or the values of inputs that control flow depends on."""
+    inventory: Inventory | None = None
+    """What the model was; None where it was not captured."""
+    zeroed: ZeroedOutputs | None = None
+    """The outputs that are zeros at padding, also where the original runs."""
+    example: Shapes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.example = self.spec.shapes
+
+    @property
+    def ways(self) -> list[Way]:
+        """All ways, each once."""
+        both = (self.at_example, self.at_any_size)
+        return list({id(way): way for way in both if way is not None}.values())
+
+    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """A call that was found to be one of those that this is for; else `UnsupportedInput` says why not."""
+        args, kwargs = self.spelling.of(args, kwargs)
+        return self.spec.tensors(args, kwargs), args, kwargs
+
+    def run(self, call: Call) -> Any:
+        """Run a call that was checked, by the first way that can."""
+        tensors, args, kwargs = call
+        if self.refusal is not None:
+            _refuse(self.refusal(args, kwargs))
+        other = self.at_any_size
+        if self.at_example is not other and tuple([tensor.shape for tensor in tensors]) == self.example:
+            try:
+                return self.at_example.run_checked(tensors, args, kwargs)
+            except UnsupportedInput:
+                if other is None:
+                    raise  # else it may hold copies of weights where the other reads them
+        if other is None:
+            raise UnsupportedInput("It was prepared for the sizes of its example alone.")
+        return other.run_checked(tensors, args, kwargs)
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise UnsupportedInput(reason)

@@ -1,1 +1,0 @@
-"""The parts of `refold.optimize`: pipeline, steps, choice of an executor, the optimized module, the report."""

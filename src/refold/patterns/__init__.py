@@ -1,0 +1,1 @@
+"""Matchers that several transformations share."""

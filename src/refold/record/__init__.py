@@ -1,0 +1,1 @@
+"""What a transformation did to a module: snapshots, their difference, the history, undo."""

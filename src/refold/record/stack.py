@@ -1,0 +1,134 @@
+"""The stack of changes a module carries with it: pushed, printed, committed, detached."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from refold import fx_private
+from refold.errors import NotAGraphModule
+from refold.record.change import Change, InitialOrder
+from refold.record.outside_edits import ExpectedGraph
+from refold.record.snapshot import LaterState, Snapshot
+
+_MOST_LINES = 20
+
+
+class History(nn.Module):
+    """What was done to a module, oldest first. It is a child of the module, so it goes where the module goes; it
+    holds no parameter and no buffer. It is never changed: a new one takes its place."""
+
+    def __init__(
+        self,
+        changes: tuple[Change, ...] = (),
+        initial_order: InitialOrder | None = None,
+        expected: ExpectedGraph | None = None,
+    ) -> None:
+        super().__init__()
+        self.changes = changes
+        self.initial_order = initial_order
+        self.expected = expected
+
+    def __len__(self) -> int:
+        return len(self.changes)
+
+    def __iter__(self) -> Iterator[Change]:
+        return iter(self.changes)
+
+    def __getitem__(self, index: int) -> Change:
+        return self.changes[index]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of tensors and corrections that are held so that everything can be undone."""
+        return sum(change.nbytes for change in self.changes)
+
+    def __str__(self) -> str:
+        if not self.changes:
+            return "no changes"
+        lines = []
+        for i, change in enumerate(self.changes, 1):
+            lines += [f"{i}. {change.label}  [{change.nbytes} bytes held]", *(f"   {x}" for x in _first_lines(change))]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        import html
+
+        rows = "".join(
+            f"<tr><td>{i}</td><td>{html.escape(c.label)}</td><td>{c.nbytes}</td>"
+            f"<td><pre>{html.escape(chr(10).join(_first_lines(c)))}</pre></td></tr>"
+            for i, c in enumerate(self.changes, 1)
+        )
+        return f"<table><tr><th></th><th>transformation</th><th>bytes held</th><th>what changed</th></tr>{rows}</table>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "changes": tuple(change.without_metas() for change in self.changes)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> History:
+        return History(
+            copy.deepcopy(self.changes, memo),
+            copy.deepcopy(self.initial_order, memo),
+            copy.deepcopy(self.expected, memo),
+        )
+
+
+def _first_lines(change: Change) -> list[str]:
+    """What a change did, but no more than people read; `change.describe()` has all of it."""
+    lines = change.describe()
+    if len(lines) <= _MOST_LINES:
+        return lines
+    return [*lines[:_MOST_LINES], f"… and {len(lines) - _MOST_LINES} more lines: change.describe() has them all"]
+
+
+def check_graph_module(gm: object) -> GraphModule:
+    """The module, if it is one that can be transformed."""
+    if isinstance(gm, GraphModule):
+        return gm
+    what = f"the class {gm.__name__}" if isinstance(gm, type) else f"a {type(gm).__name__}"
+    advice = "Capture it first: gm = refold.trace(model, *example_inputs), or torch.fx.symbolic_trace(model)."
+    raise NotAGraphModule(f"a torch.fx.GraphModule is needed, and {what} was given. {advice}")
+
+
+def history(gm: GraphModule) -> History:
+    """The history that a module carries; an empty one if nothing was done to it."""
+    found = fx_private.table(check_graph_module(gm), "_modules").get(fx_private.HISTORY_CHILD)
+    return found if isinstance(found, History) else History()
+
+
+def push(gm: GraphModule, change: Change, before: Snapshot, after: LaterState) -> None:
+    """Put a change on a module's history; it was derived from the snapshot before and the state after."""
+    past = history(gm)
+    initial_order = past.initial_order or InitialOrder(tuple(before.nodes), users=before.unsorted_users())
+    initial_order = initial_order.with_tables_of(change)
+    attach(gm, History((*past.changes, change), initial_order, ExpectedGraph(gm.graph, after.graph.rows)))
+
+
+def attach(gm: GraphModule, past: History) -> GraphModule:
+    """Give a module a history, for instance one that `detach` took before the module was rebuilt from its graph."""
+    children = fx_private.table(check_graph_module(gm), "_modules")
+    children.pop(fx_private.HISTORY_CHILD, None)
+    if past.changes:
+        children[fx_private.HISTORY_CHILD] = past
+    return gm
+
+
+def detach(gm: GraphModule) -> History:
+    """Take the history off a module, to keep it while the module is retraced or rebuilt; `attach` puts it back."""
+    past = history(gm)
+    attach(gm, History())
+    return past
+
+
+def commit(gm: GraphModule) -> GraphModule:
+    """Drop all undo records: what was done stays, and can no longer be undone."""
+    detach(gm)
+    return gm

@@ -1,0 +1,1 @@
+"""Rewritten places compared in float64."""
