@@ -13,8 +13,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 import refold
-from refold.rewrite import Example
-from refold.testing import models
+from refold import examples
+from refold.examples import attention_layers, layers
+from refold.rewrite.rule import Example
 from refold.testing.equivalence import as_float64, deviations
 from refold.testing.laws import graph_of
 from refold.testing.random_models import build
@@ -27,13 +28,13 @@ ALL = refold.compose(
     refold.FuseBatchNorm1dInLinear(),
 )
 EXAMPLES: dict[str, Callable[[], Example]] = {
-    "attention": models.attention,
-    "exported attention": lambda: models.exported(models.attention()),
-    "functional": models.functional,
-    "conv norm": models.conv_norm,
-    "exported conv norm": lambda: models.exported(models.conv_norm()),
-    "linear norm, rank unknown": models.linear_norm,
-    "norm linear, rank unknown": models.norm_linear,
+    "attention": attention_layers.attention,
+    "exported attention": lambda: examples.exported(attention_layers.attention()),
+    "functional": layers.functional,
+    "conv norm": layers.conv_norm,
+    "exported conv norm": lambda: examples.exported(layers.conv_norm()),
+    "linear norm, rank unknown": layers.linear_norm,
+    "norm linear, rank unknown": layers.norm_linear,
     "mixture": lambda: build(["sliced", "norm then linear", "convolution", "shared", "writes between"], 3),
 }
 
@@ -68,7 +69,7 @@ def test_taken_before_and_after(name: str, take: Callable[..., nn.Module]) -> No
 
 
 def test_the_history_leaves_state_dict_and_parameters_alone() -> None:
-    gm = graph_of(models.attention()[0])
+    gm = graph_of(attention_layers.attention()[0])
     ALL(gm)
     assert not any("_refold" in name for name in gm.state_dict())
     assert not any("_refold" in name for name, _ in [*gm.named_parameters(), *gm.named_buffers()])

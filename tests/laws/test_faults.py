@@ -10,7 +10,9 @@ from torch.fx import GraphModule
 
 import refold
 from refold import Transformation
-from refold.testing import Portrait, check_faults, models
+from refold.examples import attention_layers, layers
+from refold.record.snapshot import Snapshot
+from refold.testing import Portrait, check_faults
 from refold.testing.faults import Fault, _call_traced, _Lines, executed_lines, of_refold
 from refold.testing.laws import graph_of
 
@@ -32,7 +34,7 @@ def test_a_fault_leaves_no_trace(t: Transformation, error: type[BaseException]) 
 
 def test_a_fault_in_a_composition_leaves_no_trace() -> None:
     t = refold.compose(*CLASSIC[:3])
-    assert list(check_faults(t, graph_of(models.attention()[0]), most=40)) == []
+    assert list(check_faults(t, graph_of(attention_layers.attention()[0]), most=40)) == []
 
 
 class Foreign(Transformation):
@@ -56,12 +58,35 @@ class Foreign(Transformation):
 
 
 def test_a_fault_in_a_foreign_transformation_leaves_no_trace() -> None:
-    gm = graph_of(models.attention()[0])
+    gm = graph_of(attention_layers.attention()[0])
     assert list(check_faults(Foreign(), gm, most=60)) == []
 
 
+class Unsteady(Foreign):
+    """One that executes fewer lines in every run, as searches through sets may, and some lines in one run only."""
+
+    runs = 0
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        Unsteady.runs += 1
+        for _ in range(200 - Unsteady.runs):
+            pass
+        if Unsteady.runs == 2:  # the run whose lines are counted
+            pass
+        return super().transform(graph_module)
+
+
+def test_runs_need_not_be_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = graph_of(attention_layers.attention()[0])
+    monkeypatch.setattr(Unsteady, "runs", 0)
+    assert list(check_faults(Unsteady(), gm, most=40)) == []
+    monkeypatch.setattr("refold.record.snapshot.Snapshot.restore", lambda self, gm: None)
+    monkeypatch.setattr(Unsteady, "runs", 0)
+    assert len(list(check_faults(Unsteady(), gm, most=40))) > 10
+
+
 def test_a_foreign_transformation_is_undone() -> None:
-    gm = graph_of(models.attention()[0])
+    gm = graph_of(attention_layers.attention()[0])
     before, held = Portrait.of(gm), [*gm.parameters()]
     Foreign()(gm)
     assert len(gm.value._forward_hooks) == 1 and gm.value.note == "changed"
@@ -72,28 +97,28 @@ def test_a_foreign_transformation_is_undone() -> None:
 
 def test_a_fault_while_a_pickled_module_is_reversed() -> None:
     """Unpickling renames nodes; a reverse first puts the names right, and must take that back too."""
-    gm = graph_of(models.attention()[0])
+    gm = graph_of(attention_layers.attention()[0])
     before = Portrait.of(gm)
     refold.compose(*CLASSIC[:3])(gm)
     pickled = pickle.dumps(gm)
     total = len(executed_lines(lambda: refold.undo(pickle.loads(pickled), None), of_refold))
     for place in range(0, total, max(1, total // 40)):
-        victim = pickle.loads(pickled)
-        was = Portrait.of(victim)
+        subject = pickle.loads(pickled)
+        was = Portrait.of(subject)
         try:
-            _call_traced(lambda victim=victim: refold.undo(victim, None), _Lines(of_refold, place, Fault))  # type: ignore[misc]
+            _call_traced(lambda subject=subject: refold.undo(subject, None), _Lines(of_refold, place, Fault))  # type: ignore[misc]
         except (Fault, refold.GraphEdited):  # a fault while graphs are compared says that they differ
-            assert was.differences(Portrait.of(victim), same_objects=True) == []
-            refold.undo(victim, None)
-        assert before.differences(Portrait.of(victim)) == []
+            assert was.differences(Portrait.of(subject), same_objects=True) == []
+            refold.undo(subject, None)
+        assert before.differences(Portrait.of(subject)) == []
 
 
 def test_two_interrupts_in_a_row() -> None:
     """The second one comes while the module is being put back."""
-    gm = graph_of(models.gated()[0])
+    gm = graph_of(layers.gated()[0])
     before = Portrait.of(gm)
     calls = 0
-    restore = refold.snapshot.Snapshot.restore  # type: ignore[attr-defined]
+    restore = Snapshot.restore
 
     def interrupted(self: object, module: GraphModule) -> None:
         nonlocal calls
@@ -109,14 +134,14 @@ def test_two_interrupts_in_a_row() -> None:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("refold.snapshot.Snapshot.restore", interrupted)
+        patch.setattr("refold.record.snapshot.Snapshot.restore", interrupted)
         with pytest.raises(KeyboardInterrupt):
             Fails()(gm)
     assert calls == 2 and before.differences(Portrait.of(gm)) == []
 
 
 def test_out_of_memory_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    gm = graph_of(torch.nn.Sequential(models.Gated(), models.Gated()))
+    gm = graph_of(torch.nn.Sequential(layers.Gated(), layers.Gated()))
     before, held = Portrait.of(gm), [*gm.parameters()]
     cat, calls = torch.cat, []
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import refold.transformations
-from refold.rewrite import Rewrite, registered
+from refold.rewrite.registry import registered
+from refold.rewrite.rule import Rewrite
 from refold.testing import LAWS, check_law, check_laws, check_new_process
 from refold.testing.laws import can_be_pickled, graph_of
 
@@ -30,6 +31,6 @@ def test_undo_in_a_new_process_under_another_hash_seed() -> None:
 
 
 def test_check_laws_runs_them_all() -> None:
-    from refold.testing import models
+    from refold.examples import attention_layers
 
-    check_laws(refold.ChangeTrueDivToMulByInverse(), [models.attention()])
+    check_laws(refold.ChangeTrueDivToMulByInverse(), [attention_layers.attention()])

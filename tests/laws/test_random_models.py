@@ -15,7 +15,7 @@ from refold import (
     Transformation,
     compose,
 )
-from refold.rewrite import Example
+from refold.rewrite.rule import Example
 from refold.testing import LAWS, check_law
 from refold.testing.laws import graph_of
 from refold.testing.random_models import random_models

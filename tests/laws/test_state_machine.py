@@ -23,7 +23,7 @@ from refold import (
     MergeLinears,
     Transformation,
 )
-from refold.rewrite import Example
+from refold.rewrite.rule import Example
 from refold.testing import Portrait
 from refold.testing.equivalence import as_float64, deviations
 from refold.testing.random_models import random_models
@@ -146,7 +146,7 @@ class Anything(RuleBasedStateMachine):
     def undo_any(self, data: Any) -> None:
         place = data.draw(st.integers(0, len(self.keys) - 1))
         before = Portrait.of(self.gm)
-        from refold.history import undo_chosen
+        from refold.record.reversal import undo_chosen
 
         try:
             undo_chosen(self.gm, [place])

@@ -15,7 +15,7 @@ from torch.fx import symbolic_trace
 
 import refold
 from refold import ChangeTrueDivToMulByInverse
-from refold.testing.models import exported
+from refold.examples import exported
 
 
 class Divides(nn.Module):
@@ -125,3 +125,55 @@ def test_two_rewrites_are_reversed_one_by_one() -> None:
     refold.commit(gm)
     with pytest.raises(refold.NothingToUndo):
         t(gm, reverse=True)
+
+
+JUMPS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "floor": lambda x: torch.floor(x / 49),
+    "the method": lambda x: (x / 49).floor(),
+    "ceil behind shapes": lambda x: (x / 49).reshape(-1).unsqueeze(0).ceil(),
+    "round behind arithmetic": lambda x: torch.round((x / 49) * 2 + 1),
+    "trunc": lambda x: torch.trunc(x / 49),
+    "%": lambda x: (x / 49) % 1,
+    "//": lambda x: (x / 49) // 1,
+    "a comparison": lambda x: x / 49 >= 1,
+    "equality": lambda x: torch.eq(x / 49, 1),
+    "a mask": lambda x: torch.where(x / 49 < 1, x, -x),
+    "a cast": lambda x: (x / 49).to(torch.int64),
+    "a named cast": lambda x: (x / 49).long(),
+    "an index": lambda x: torch.arange(9.0)[(x / 49).abs().clamp(0, 8).int()],
+    "argmax": lambda x: torch.argmax(x / 49),
+    "sort": lambda x: torch.sort(x / 49)[1],
+    "topk": lambda x: torch.topk(x / 49, 2)[1],
+    "bucketize": lambda x: torch.bucketize(x / 49, torch.arange(4.0)),
+    "max with places": lambda x: (x / 49).max(dim=0)[1],
+    "a module between": lambda x: torch.floor(torch.relu(x / 49)),
+}
+
+
+@pytest.mark.parametrize("as_export", [False, True])
+@pytest.mark.parametrize("name", JUMPS)
+def test_what_jumps_keeps_its_quotient(name: str, as_export: bool) -> None:
+    x = torch.tensor([49.0, 98.0, 147.0, 5.0, 343.0])
+    model: nn.Module = Divides(JUMPS[name])
+    if as_export:
+        model, _ = exported((model, (x,)))
+    assert "may jump where it differs by one rounding" in reasons(ChangeTrueDivToMulByInverse(), model, x)
+
+
+def test_the_example_of_the_promise() -> None:
+    gm = ChangeTrueDivToMulByInverse()(symbolic_trace(Divides(lambda x: torch.floor(x / 49))))
+    assert gm(torch.tensor(49.0)) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.floor(x / 64),
+        lambda x: torch.softmax(x / 49, -1),
+        lambda x: torch.floor(torch.nn.functional.linear(x / 49, torch.ones(5, 5))),
+        lambda x: torch.tanh(x / 49) + torch.floor(x),
+        lambda x: torch.maximum(x / 49, x),
+    ],
+)
+def test_powers_of_two_and_what_does_not_jump_are_rewritten(function: Callable[[torch.Tensor], Any]) -> None:
+    rewritten(ChangeTrueDivToMulByInverse(), Divides(function), torch.randn(5), sites=1)

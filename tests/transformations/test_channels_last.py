@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import refold
-from refold import examples
+from refold.examples import layers
 from refold.transformations.channels_last import ChannelsLast
 
 
@@ -18,7 +18,7 @@ def is_entry(node):
     return node.kwargs.get("memory_format") is torch.channels_last or (node.target == "movedim" and node.args[1] == -1)
 
 
-@pytest.mark.parametrize("make", [examples.images, examples.exported_images])
+@pytest.mark.parametrize("make", [layers.images, layers.exported_images])
 def test_layout_and_values(make):
     model, (x,) = make()
     model, x = model.double(), x.double()

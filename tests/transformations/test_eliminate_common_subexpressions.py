@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import refold
-from refold.purity import name_of
+from refold.graph.targets import name_of
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 
 
@@ -201,7 +201,7 @@ def test_modes_are_kept_apart():
     assert names(gm).count("sin") == 2
 
 
-def test_foreign_modules_are_left_alone():
+def test_modules_of_unknown_code_are_left_alone():
     class Counter(nn.Module):
         calls = 0
 

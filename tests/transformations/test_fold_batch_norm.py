@@ -11,9 +11,8 @@ from torch.fx import symbolic_trace
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import refold
-import refold.capture
+from refold.examples import settle
 from refold.testing.equivalence import deviations
-from refold.testing.models import settle
 from refold.transformations.fold_batch_norm import FoldBatchNorm
 
 C = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -56,7 +55,7 @@ EXACT |= {
 def traced(model, x):
     """A BatchNorm1d takes values with and without a batch, so that a symbolic trace does not tell its channels."""
     line = any(isinstance(m, nn.Conv1d | nn.ConvTranspose1d) for m in model)
-    return refold.capture.trace(model, x) if line else symbolic_trace(model)
+    return refold.trace(model, x) if line else symbolic_trace(model)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -118,7 +117,7 @@ def test_rows_between():
     model = settle(Rows()).double().eval()
     x = torch.randn(2, 5, 3, dtype=torch.float64)
     reference = copy.deepcopy(model)
-    gm = refold.capture.trace(model, x)
+    gm = refold.trace(model, x)
     FoldBatchNorm()(gm)
     assert [n.target for n in gm.graph.nodes if n.op == "call_module"] == ["linear"]
     for values in (x, torch.randn(3, 7, 3, dtype=torch.float64)):
@@ -153,7 +152,7 @@ def test_rank_that_does_not_fit():
             return self.norm(self.linear(x))
 
     x = torch.randn(2, 4, 3)
-    gm = refold.capture.trace(settle(Line()).eval(), x)
+    gm = refold.trace(settle(Line()).eval(), x)
     FoldBatchNorm()(gm)
     assert "axis 1 of a 3-D value" in refold.result(gm).refused[0].reason
 
@@ -162,7 +161,7 @@ def folded(model, x, captured=False, **settings):
     """The graph after folding, and the original in a copy of its own; x is made anew for each."""
     model = settle(model).double().eval()
     reference = copy.deepcopy(model)
-    gm = refold.capture.trace(model, x.clone()) if captured else symbolic_trace(model)
+    gm = refold.trace(model, x.clone()) if captured else symbolic_trace(model)
     FoldBatchNorm(**settings)(gm)
     for a, b in zip(reference(x.clone()), gm(x.clone()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -329,3 +328,26 @@ def test_an_input_that_is_a_buffer(captured):
 
     gm = folded(Constant(), torch.randn(5, 4, dtype=torch.float64), captured)
     assert len(refold.result(gm).rewritten) == 1
+
+
+def test_more_inputs_than_outputs_of_a_transposed_convolution():
+    torch.manual_seed(0)
+    model = settle(nn.Sequential(nn.ConvTranspose2d(64, 32, 3, groups=2), nn.BatchNorm2d(32)).eval())
+    reference = copy.deepcopy(model).state_dict()
+    gm = copy.deepcopy(FoldBatchNorm()(symbolic_trace(model)))
+    (record,) = refold.history(gm)[0].maps
+    assert record.corrections["weight"].nbytes < 0.05 * reference["0.weight"].numel() * 4
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in refold.undo(gm).state_dict().items())
+
+
+def test_the_larger_of_two_layers_in_a_row_is_folded_first():
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 64, 9), nn.BatchNorm2d(64))
+    model, x = settle(nn.Sequential(*layers)).double().eval(), torch.randn(1, 4, 12, 12, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    gm = FoldBatchNorm()(symbolic_trace(model))
+    assert [done.what for done in refold.result(gm).rewritten] == ["folded _3 into _2", "folded _1 into _0"]
+    assert not list(deviations(symbolic_trace(reference), gm, (x,)))
+    del model, layers
+    for name, tensor in refold.undo(gm).state_dict().items():
+        assert torch.equal(tensor, reference.state_dict()[name]), name

@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import refold
-from refold.capture import trace
-from refold.checkpoints import CheckpointMismatch
-from refold.errors import WeightsChanged
-from refold.hollow import hollow
-from refold.purity import name_of
-from refold.rewrite import Site
-from refold.testing.laws import LawBroken, check_law, l12_original_checkpoint_loads
+from refold.capture.tracing import trace
+from refold.errors import CheckpointMismatch, WeightsChanged
+from refold.graph.targets import name_of
+from refold.record.copies import meta_copy
+from refold.rewrite.rule import Site
+from refold.testing.laws import LAWS, LawBroken, check_law, l12_original_checkpoint_loads
 from refold.transformations.fold_constants import FoldConstants
 
 
@@ -214,7 +213,7 @@ def test_equal_constants_are_kept_once():
 
 def test_a_module_without_values_is_folded_at_the_same_places():
     gm = trace(Of(lambda m, x: x + m.extra.sin()), X, dynamic=False)
-    paper = hollow(gm)
+    paper = meta_copy(gm)
     FoldConstants()(gm)
     FoldConstants()(paper)
     assert paper.code == gm.code and all(buffer.is_meta for buffer in paper.buffers())
@@ -269,7 +268,7 @@ def assert_loads(gm, checkpoint, plain):
 def test_a_constant_without_weights_states_its_map_and_the_original_checkpoint_loads():
     gm, checkpoint, plain = rewritten_and_expected(lambda m, x: x * m.scale + m.extra.sin() + m.kept)
     (record,) = refold.history(gm)[0].maps
-    assert str(record.map) == "constant=constants.sin = Constant()()" and not refold.history(gm)[0].prints
+    assert str(record.map) == "constant=constants.sin = Constant()()" and not refold.history(gm)[0].fingerprints
     assert refold.history(gm).nbytes == 0
     constant = gm.constants.sin.clone()
     assert_loads(gm, checkpoint, plain)
@@ -281,7 +280,11 @@ def test_what_depends_on_weights_is_computed_again_from_the_checkpoint():
         *rewritten_and_expected(lambda m, x: x * m.scale.sin() + m.kept.sin() + m.extra.sin(), parameters=True)
     )
     gm, _, _ = rewritten_and_expected(lambda m, x: x * m.scale.sin() + m.extra.sin(), parameters=True)
-    assert [len(gm.constants._buffers), len(refold.history(gm)[0].maps), len(refold.history(gm)[0].prints)] == [2, 1, 1]
+    assert [len(gm.constants._buffers), len(refold.history(gm)[0].maps), len(refold.history(gm)[0].fingerprints)] == [
+        2,
+        1,
+        1,
+    ]
 
 
 def test_a_wrong_checkpoint_is_refused_whole_where_it_is_computed_again():
@@ -320,9 +323,77 @@ def test_the_law_catches_a_constant_that_is_said_to_need_no_weight():
     class Careless(FoldConstants):
         def find(self, view):
             for item in super().find(view):
-                yield replace(item, detail=(*item.detail[:2], False)) if isinstance(item, Site) else item
+                yield replace(item, detail=(item.detail[0], ())) if isinstance(item, Site) else item
 
     example = trace(Of(lambda m, x: x * m.scale.sin()), X, dynamic=False), (X,)
     check_law(l12_original_checkpoint_loads, FoldConstants(parameters=True), *example)
     with pytest.raises(LawBroken, match="is not what the model computes with"):
         check_law(l12_original_checkpoint_loads, Careless(parameters=True), *example)
+
+
+# --- computed from weights ---------------------------------------------------------------------------------------
+
+
+class Relative(nn.Module):
+    """Attention with relative keys, projected anew in every call, by a layer that also projects the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.key, self.query = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        relative = self.key(self.norm(self.table.weight)).view(5, 2, 2).permute(1, 2, 0)
+        rows = self.query(x).view(-1, 2, 2).transpose(0, 1)
+        return rows @ relative + self.key(x).sum()
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("dynamic", [False, "auto"])
+def test_what_is_computed_from_weights_keeps_every_law(law, dynamic):
+    torch.manual_seed(0)
+    model = trace(Relative(), X, dynamic=dynamic)
+    check_law(LAWS[law], FoldConstants(parameters=True), model, (X,))
+
+
+def test_a_projection_of_a_table_is_done_once_and_training_elsewhere_is_not_lost():
+    torch.manual_seed(0)
+    gm = trace(Relative(), X)
+    names_before, code = list(gm.state_dict()), gm.code
+    FoldConstants(parameters=True)(gm)
+    called = [node.target for node in gm.graph.nodes if node.op == "call_module"]
+    assert sorted(called) == ["key", "query"] and list(gm.state_dict()) == names_before
+    trained = gm.key.weight.detach() + 1
+    gm.key.weight.data = trained
+    for give_back in (refold.undo, refold.original_state_dict):
+        with pytest.raises(WeightsChanged, match=r"key\.weight was changed after .* weights='original'"):
+            give_back(gm)
+    refold.undo(gm, weights="original")
+    assert gm.code == code and torch.equal(gm.key.weight, trained)
+
+
+def test_a_view_of_a_weight_stays_one():
+    gm = folded(lambda m, x: x @ m.scale.expand(3, 4).t() + (m.scale * 2).view(1, 4).sum(), parameters=True)
+    assert names(gm)[:2] == ["expand", "t"] and len(gm.constants._buffers) == 1
+
+
+def test_what_is_much_larger_than_its_weights_is_made_in_every_run():
+    gm = folded(lambda m, x: x.sum() + m.scale.sin().repeat(300_000, 1), parameters=True)
+    assert names(gm) == ["sum", "repeat", "add"] and gm.constants.sin.shape == (4,)
+    gm = folded(lambda m, x: x.sum() + m.scale.sin().repeat(3, 1), parameters=True)
+    assert names(gm) == ["sum", "add"]
+
+
+def test_relative_projections_of_deberta_are_done_once():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DebertaV2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20,
+        relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8, share_att_key=True,
+    )  # fmt: skip
+    model, ids = transformers.DebertaV2Model(config).eval(), torch.randint(3, 20, (2, 6))
+    gm = trace(model, ids)
+    FoldConstants(parameters=True)(gm)
+    called = [str(node.target).rpartition(".")[2] for node in gm.graph.nodes if node.op == "call_module"]
+    assert called.count("key_proj") == called.count("query_proj") == 2, "four of eight were calls on the table"
+    for given in (ids, ids.repeat(2, 2)):
+        assert torch.equal(gm(given)["last_hidden_state"], model(given).last_hidden_state)

@@ -9,10 +9,10 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import refold
-from refold.capture import trace
-from refold.purity import name_of
+from refold.capture.tracing import trace
+from refold.graph.targets import name_of
 from refold.transformations.fold_padding import FoldPadding
-from refold.verify import verify
+from refold.verification.verifier import verify
 
 
 class Of(nn.Module):
@@ -154,7 +154,7 @@ class Unread(Twice):
     [
         (Twice(), "called more than once"),
         (ReadTwice(), "others read"),
-        (WrittenBetween(), "writes into what it pads"),
+        (WrittenBetween(), "mul_ writes into add before conv"),
         (Unread(), "no convolution"),
         (ComputedByConvolution(), "pads by a rule"),
     ],
@@ -215,4 +215,4 @@ def test_a_pad_in_another_mode_stays():
             gm.graph.call_function(torch._C._set_grad_enabled, (mode,))
     gm.recompile()
     FoldPadding()(gm)
-    assert len(refold.history(gm)) == 0 and "is switched between" in str(refold.result(gm))
+    assert len(refold.history(gm)) == 0 and "switches modes before conv" in str(refold.result(gm))

@@ -13,8 +13,8 @@ from torch.fx import symbolic_trace
 
 import refold
 from refold import FuseBatchNorm1dInLinear
+from refold.examples import exported, settle
 from refold.testing.equivalence import deviations
-from refold.testing.models import exported, settle
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -12,7 +12,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 import refold
 from refold import FuseBatchNorm2dInConv2d
-from refold.testing.models import exported, settle
+from refold.examples import exported, settle
 
 
 def conv_norm(conv: nn.Module, norm: nn.Module | None = None) -> nn.Sequential:

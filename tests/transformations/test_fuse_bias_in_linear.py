@@ -13,7 +13,7 @@ from torch.fx import symbolic_trace
 
 import refold
 from refold import FuseBiasInLinear
-from refold.testing.models import exported
+from refold.examples import exported
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import refold
-from refold.capture import trace
-from refold.purity import name_of
+from refold.capture.tracing import trace
+from refold.graph.targets import name_of
 from refold.transformations.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from refold.transformations.merge_linears import MergeLinears
 

@@ -15,7 +15,8 @@ from torch.nn.utils import prune
 
 import refold
 from refold import MergeLinears
-from refold.testing.models import Attention, exported
+from refold.examples import exported
+from refold.examples.attention_layers import Attention
 
 
 class Pair(nn.Module):
@@ -372,6 +373,25 @@ def test_optimizer_of_the_original_parameters_keeps_working_after_reverse() -> N
     gm(torch.randn(2, 4)).sum().backward()
     optimizer.step()
     assert not any(torch.equal(a, b) for a, b in zip(before, gm.parameters(), strict=True))
+
+
+class LearnedQueries(nn.Module):
+    """Two linear layers on a parameter, called as functions, so that their input is fetched as their weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(2, 4))
+        self.first, self.second = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.linear(self.queries, self.first) * F.linear(self.queries, self.second)
+
+
+@pytest.mark.parametrize("export", [False, True])
+def test_an_input_that_is_fetched_stays(export: bool) -> None:
+    model, inputs = LearnedQueries(), (torch.randn(2, 3),)
+    gm = rewritten(MergeLinears(), exported((model, inputs))[0] if export else model, *inputs, sites=1)
+    assert "queries" in [node.target for node in gm.graph.nodes if node.op == "get_attr"]
 
 
 def test_slices_are_marked() -> None:

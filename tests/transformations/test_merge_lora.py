@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import refold
-from refold.checkpoints import load_original_state_dict
+from refold.checkpoints.checkpoint_load import load_original_state_dict
 from refold.fingerprint import same_bits
 from refold.testing.equivalence import deviations
 from refold.transformations.merge_lora import MergeLora
@@ -244,7 +244,7 @@ def test_the_correction_is_small() -> None:
         nn.init.normal_(gm.b.weight, std=0.02)
         MergeLora()(gm)
         record = refold.history(gm)[0].maps[0]
-        held = sum(residue.nbytes for residue in record.residues.values())
+        held = sum(correction.nbytes for correction in record.corrections.values())
         assert held <= limit * gm.layer.weight.numel() * gm.layer.weight.element_size(), dtype
 
 
@@ -255,7 +255,7 @@ def test_a_captured_peft_model() -> None:
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"], lora_dropout=0.1, init_lora_weights=False)
     adapted = peft.get_peft_model(model, config).eval().double()
     x = torch.randn(3, 8, dtype=torch.float64)
-    from refold.capture import trace
+    from refold.capture.tracing import trace
 
     gm = trace(adapted, x)
     before = {name: tensor.clone() for name, tensor in gm.state_dict().items()}

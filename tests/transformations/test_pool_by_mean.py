@@ -10,10 +10,10 @@ from torch.fx import symbolic_trace
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import refold
-from refold.capture import trace
-from refold.purity import name_of
+from refold.capture.tracing import trace
+from refold.graph.targets import name_of
 from refold.transformations.pool_by_mean import PoolByMean
-from refold.verify import verify
+from refold.verification.verifier import verify
 
 
 class Of(nn.Module):

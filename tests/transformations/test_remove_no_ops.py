@@ -10,8 +10,8 @@ from torch.fx import symbolic_trace
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import refold
-from refold.capture import trace
-from refold.purity import name_of
+from refold.capture.tracing import trace
+from refold.graph.targets import name_of
 from refold.transformations.remove_no_ops import RemoveNoOps
 
 
@@ -137,7 +137,7 @@ def test_results_do_not_share_memory_more_than_before(name):
     assert len({v.data_ptr() for v in values}) == len(values)
 
 
-def noted(function, x):
+def recorded(function, x):
     gm = symbolic_trace(Of(function))
     FakeTensorProp(gm).propagate(x)
     return gm
@@ -162,7 +162,7 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_view_of_which_the_shape_is_changed_in_place(name):
     x = torch.randn(2, 3)
-    gm = noted(lambda x: SHAPES[name](x.relu()), x)
+    gm = recorded(lambda x: SHAPES[name](x.relu()), x)
     RemoveNoOps()(gm)
     assert not refold.history(gm)
     assert torch.equal(gm(x), SHAPES[name](x.relu()))
@@ -214,7 +214,7 @@ def test_a_subclass_or_a_hook_is_left_alone():
     assert torch.equal(gm(torch.ones(2)), torch.full((2,), 4.0))
 
 
-def test_noted_dtypes_that_no_longer_hold():
+def test_recorded_dtypes_that_no_longer_hold():
     class Cast(nn.Module):
         def __init__(self):
             super().__init__()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import refold
-from refold.index_expressions import Affine, Assumption, AtLeastZero, affine, conjoin, disjoin, negate, recognise
+from refold.patterns.masks.formulas import Affine, Assumption, AtLeastZero, affine, conjoin, disjoin, negate, recognise
 from refold.transformations.simplify_attention_mask import SimplifyAttentionMask
 
 INF = float("inf")
@@ -338,7 +338,7 @@ def test_formulas_are_decided_soundly():
 
     def holds(formula, i, j):
         fixed = Assumption({}).decide  # a formula without indices decides itself
-        from refold.index_expressions import substitute
+        from refold.patterns.masks.formulas import substitute
 
         def put(e):
             return Affine(e.constant + sum(s * {-2: i, -1: j}[a] for a, s in e.slopes))

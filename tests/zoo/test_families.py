@@ -15,7 +15,7 @@ import torch  # noqa: E402
 from torch import fx, nn  # noqa: E402
 from zoo_families import FAMILIES, make  # noqa: E402
 
-from refold.capture import capture_report, trace  # noqa: E402
+from refold.capture.tracing import capture_report, trace  # noqa: E402
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def test_a_family_is_captured_as_it_is(name: str) -> None:
     linears = [m for m in model.modules() if type(m) in (nn.Linear, nn.Conv2d, nn.Conv1d, nn.LayerNorm)]
     assert len({n.target for n in called}) >= len(linears) - len(report.unread)
     for node in called:
-        if node.target not in report.twins:
+        if node.target not in report.split:
             assert captured.get_submodule(node.target) is own[node.target]
     keys = list(captured.state_dict())
     assert keys == [k for k in model.state_dict() if k in set(keys)]

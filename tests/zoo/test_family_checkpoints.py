@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from zoo_families import SMALL, make, tokens
 
 import refold
-from refold.optimizing.pipeline import default_pipeline
+from refold.optimization.default_pipeline import default_pipeline
 from refold.testing.equivalence import deviations
 
 
