@@ -1,4 +1,4 @@
-"""What a call of an optimized model adds to a call of ONNX Runtime alone, and what it would add in other ways.
+"""What a call of an optimized model adds to a call of ONNX Runtime alone, and how much of it is the check of the model.
 
 python benchmarks/call_overhead.py --case "mobilenet-v2 b1" --rounds 500
 """
@@ -6,7 +6,6 @@ python benchmarks/call_overhead.py --case "mobilenet-v2 b1" --rounds 500
 from __future__ import annotations
 
 import argparse
-import copy
 import random
 import statistics
 import sys
@@ -21,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from suite import cases
 
 import refold
-from refold.optimizing.optimized import OptimizedModule
+from refold.executors.guards import Guarded
+from refold.optimization.optimized_module import OptimizedModule
 
 
 def main() -> None:
@@ -31,41 +31,43 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, inputs = next(iter(cases("cpu", [options.case]))).build()
-    ways = ways_to_call(refold.optimize(model, inputs, backend="onnxruntime", progress=False))
+    fast = refold.optimize(model, inputs, backend="onnxruntime", progress=False)
+    ways = ways_to_call(fast)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    checks: list[float] = []
     with torch.no_grad():
         for _ in range(options.rounds):
             for name in random.sample(list(ways), len(ways)):
-                started = time.perf_counter()
-                ways[name](**inputs)
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(_time(lambda way=ways[name]: way(**inputs)))
+            ways["the engine alone"](**inputs)
+            checks.append(_time(fast.prepared.at_example.watch.why_changed))
     alone = seconds.pop("the engine alone")
     print(f"{options.case}: the engine alone takes {statistics.median(alone) * 1e3:.3f} ms; added to it, median:")
     for name, times in seconds.items():
         added = [mine - its for mine, its in zip(times, alone, strict=True)]
         print(f"  {name}: {statistics.median(added) * 1e3:+.3f} ms")
+    print(f"The check of the model alone, after a call of the engine: {statistics.median(checks) * 1e3:.3f} ms")
 
 
 def ways_to_call(fast: OptimizedModule) -> dict[str, Callable[..., Any]]:
-    variant = fast.variants[0]
-    engine = variant.run
-    before, after = copy.copy(variant), copy.copy(variant)
-    before.looks_first = True
-    after.run = copy.copy(engine)
-    after.run.ready = None
+    variant = fast.prepared.at_example
+    guarded: Any = variant.run
+    engine = guarded.run if isinstance(guarded, Guarded) else guarded
 
     def alone(**given: torch.Tensor) -> Any:
         tensors = list(given.values())
         return engine.compute_arrays(engine.made, {name: tensors[place].numpy() for place, name in engine.used}, None)
 
-    ways: dict[str, Callable[..., Any]] = {
-        "the engine alone": alone,
-        "looks before": OptimizedModule(fast.original, before),
-    }
-    if not variant.looks_first:
-        ways["looks beside, outputs made afterwards"] = OptimizedModule(fast.original, after)
-        ways["looks beside, outputs ready (as it is)"] = fast
-    return ways
+    def unchecked(**given: torch.Tensor) -> Any:
+        return guarded.run_checked(variant.spec.tensors((), given), (), given)
+
+    return {"the engine alone": alone, "without the check of the model": unchecked, "as it is": fast}
+
+
+def _time(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

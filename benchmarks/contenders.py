@@ -26,7 +26,7 @@ def keep_eager(model: nn.Module, inputs: Inputs) -> Contender:
     return model
 
 
-def compiled(mode: str | None = None, **options: Any) -> Builder:
+def compiled(mode: str | None = None, *, dynamic: bool | None = None, **options: Any) -> Builder:
     """`torch.compile` of a copy; options go to inductor and, since dynamo reads one of them, to its configuration."""
 
     def build(model: nn.Module, inputs: Inputs) -> Contender:
@@ -34,11 +34,17 @@ def compiled(mode: str | None = None, **options: Any) -> Builder:
         # torch.compile takes a mode or options, not both
         settings = torch._inductor.list_mode_options(mode) | options if mode and options else dict(options)
         with inductor.patch(**options):
-            result = torch.compile(chosen, options=settings) if settings else torch.compile(chosen, mode=mode)
+            result = _compile(chosen, settings, mode, dynamic)
             result(**inputs)
         return result
 
     return build
+
+
+def _compile(model: nn.Module, settings: dict[str, Any], mode: str | None, dynamic: bool | None) -> Contender:
+    if settings:
+        return torch.compile(model, options=settings, dynamic=dynamic)
+    return torch.compile(model, mode=mode, dynamic=dynamic)
 
 
 def fx_optimization(model: nn.Module, inputs: Inputs) -> Contender:
@@ -48,7 +54,7 @@ def fx_optimization(model: nn.Module, inputs: Inputs) -> Contender:
     """
     from torch.fx.experimental import optimization
 
-    from refold.capture import trace
+    from refold.capture.tracing import trace
 
     captured = trace(copy.deepcopy(model), **inputs)
     folded = optimization.fuse(captured)
@@ -89,7 +95,7 @@ def openvino(model: nn.Module, inputs: Inputs) -> Contender:
 
 
 def refold_optimize(model: nn.Module, inputs: Inputs) -> Contender:
-    from refold.optimize import optimize
+    from refold.optimization.job_stages import optimize
 
     return optimize(copy.deepcopy(model), inputs, progress=False)
 

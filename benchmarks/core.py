@@ -35,7 +35,7 @@ from refold import (
     ReversibleTransformation,
     Transformation,
 )
-from refold.recording import recording as taking_notes
+from refold.record.call_notes import recording as taking_notes
 
 RESULTS = Path(__file__).parent / "results" / "core.json"
 SIZES = (1_000, 20_000)

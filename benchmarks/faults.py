@@ -1,8 +1,10 @@
-"""Make every executed line of every rewrite fail, on the way there and back, with an exception and with Ctrl-C.
+"""Make every executed line of every rewrite fail, on the way there and back, with an exception and with Ctrl-C; and
+the lines of whole jobs (optimize, trace, save, load).
 
-    python benchmarks/faults.py [--every-time] [names of rewrites]
+    python benchmarks/faults.py [--every-time] [names of rewrites and jobs]
 
-Each line of the source fails when it is executed for the first and for the last time; with --every-time, each time.
+Each line of the source fails when it is executed for the first and for the last time; with --every-time, each time. In
+jobs, each line fails when it is executed for the first time, and the model and what surrounds it is looked at.
 Writes benchmarks/results/faults.json rewrite by rewrite: how many lines were tried, and which left a trace. What is
 in it already for the same source is not run again, and several processes may write to it at once.
 """
@@ -16,15 +18,19 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-import refold.transformations  # noqa: F401 (registers the rewrites)
-from refold.rewrite import registered
-from refold.testing.faults import Attempts, Fault, attempts
+import refold
+import refold.transformations
+from refold.rewrite.registry import registered
+from refold.testing.faults import Attempts, Fault, Line, attempts
 from refold.testing.laws import graph_of
+from refold.testing.model_faults import check_job_faults, every_line
 
 RESULTS = Path(__file__).parent / "results" / "faults.json"
 WHEN = {True: "every time", False: "the first and the last time"}
@@ -45,6 +51,61 @@ def main() -> None:
         if known is None or known["source"] != source or known["each line"] not in ("every time", WHEN[every_time]):
             known = write(cls.__name__, {**try_all(calls, every_time), "source": source})
         print(cls.__name__, known, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (model, job, undo) in jobs(Path(folder)).items():
+            if not wanted or name in wanted:
+                print(name, write(name, try_job(model, job, undo)), flush=True)
+
+
+class Attention(nn.Module):
+    """A model of which weights are merged and folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.last = (nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = (self.query(x) @ self.key(x).T).softmax(-1) @ self.value(x)
+        return self.norm(self.last(x)) + mixed / 4
+
+
+Job = tuple[nn.Module, Callable[[], Any], Callable[[Any], object]]
+
+
+def jobs(folder: Path) -> dict[str, Job]:
+    """By name: a model, what to do with it, and what takes that back."""
+    model, x = Attention().eval(), torch.randn(3, 8)
+    gm = refold.MergeLinears()(refold.trace(Attention().eval(), x))
+    refold.save(gm, folder / "whole")
+    nothing: Callable[[Any], object] = lambda _done: None  # noqa: E731
+    return {
+        "optimize": (
+            model,
+            lambda: refold.optimize(model, (x,), backend="plain", progress=False),
+            lambda fast: fast.restore(),
+        ),
+        "trace": (model, lambda: refold.trace(model, x), nothing),
+        "save": (gm, lambda: refold.save(gm, folder / "again"), nothing),
+        "load": (model, lambda: refold.load(folder / "whole", model), nothing),
+    }
+
+
+def try_job(model: nn.Module, job: Callable[[], Any], undo: Callable[[Any], object]) -> dict[str, Any]:
+    """The first execution of every line of a job; both kinds of fault."""
+    start, tried, found, lines = time.process_time(), 0, [], 0
+
+    def choose(executed: list[Line]) -> list[int]:
+        nonlocal tried, lines
+        indices = every_line(executed)
+        tried, lines = tried + len(indices), len(set(executed))
+        return indices
+
+    for error in (Fault, KeyboardInterrupt):
+        found += list(check_job_faults(job, model, choose, error, undo))
+    seconds = round(time.process_time() - start, 1)
+    about = {"lines tried": tried, "different lines": lines, "each line": "the first time", "seconds": seconds}
+    return {**about, "damaged": found, "versions": {"refold": refold.__version__, "torch": torch.__version__}}
 
 
 def digest(calls: list[Attempts]) -> str:
@@ -58,10 +119,10 @@ def try_all(calls: list[Attempts], every_time: bool) -> dict[str, Any]:
     start = time.process_time()
     tried, found = 0, []
     for call in calls:
-        places = call.places(every_time=every_time)
+        indices = call.indices(every_time=every_time)
         for error in (Fault, KeyboardInterrupt):
-            tried += len(places)
-            found += list(call.check(places, error))
+            tried += len(indices)
+            found += list(call.check(indices, error))
     lines = len({line for call in calls for line in call.lines})
     seconds = round(time.process_time() - start, 1)
     about = {"lines tried": tried, "different lines": lines, "each line": WHEN[every_time], "seconds": seconds}

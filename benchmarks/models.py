@@ -26,7 +26,7 @@ from accuracy import reference, relative_error
 from contenders import COMPILE, build, contenders
 from suite import Case, Inputs, call, cases
 
-from refold.measure import Comparison, measure_many, rounds_needed
+from refold.measurement.timing import Comparison, measure_many, rounds_needed
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = ("onnxruntime", "openvino")

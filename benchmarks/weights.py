@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import refold
-from refold.checkpoints import load_original_state_dict
+from refold.checkpoints.checkpoint_load import load_original_state_dict
 from refold.transformations.merge_lora import MergeLora
 
 RESULTS = Path(__file__).parent / "results" / "weights.json"
@@ -51,7 +51,7 @@ def lora_rounds(dtype: torch.dtype) -> dict[str, Any]:
     """The same adapted model, merged and unmerged a hundred times by PEFT and by Refold."""
     import peft
 
-    from refold.capture import trace
+    from refold.capture.tracing import trace
 
     torch.manual_seed(0)
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["0", "1", "2", "3"], init_lora_weights=False)
@@ -174,7 +174,7 @@ def fold_resnet(dtype: torch.dtype) -> dict[str, Any]:
         assert len(refold.result(gm).rewritten) == 53
         held = refold.history(gm).nbytes
         records = [record for change in refold.history(gm) for record in change.maps]
-        corrections = sum(r.nbytes for record in records for r in record.residues.values())
+        corrections = sum(r.nbytes for record in records for r in record.corrections.values())
         folded = sum(gm.get_parameter(record.map.targets["weight"]).numel() * dtype.itemsize for record in records)
         del records
         peaks["undo"].append(heap.extra(lambda: refold.undo(gm)))
@@ -231,7 +231,7 @@ def load_bert(rounds: int = 15) -> dict[str, Any]:
     """Load a BERT-base checkpoint into the plain module and into the folded one, in turn."""
     import transformers
 
-    from refold.capture import trace
+    from refold.capture.tracing import trace
 
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig()).eval()

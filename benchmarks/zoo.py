@@ -43,8 +43,8 @@ from refold import (
     history,
     undo,
 )
-from refold.capture import capture_report, trace
-from refold.verify import verify_last
+from refold.capture.tracing import capture_report, trace
+from refold.verification.verifier import verify_last
 
 CLASSIC = (
     MergeLinears(),
@@ -213,8 +213,8 @@ def _capture(model: nn.Module, inputs: dict[str, torch.Tensor], result: dict[str
         "modules": len(report.raised),
         "refused": refused[:5],
         "kept as ATen": sorted({r.type for r in report.refused if r.type not in MUST}),
-        "twins": len(report.twins),
-        "devices unpinned": report.devices_unpinned,
+        "twins": len(report.split),
+        "devices unpinned": report.device_independent,
         "nodes": report.nodes,
         "dynamic": report.dynamic,
         "other batch": _other_batch(report),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from zoo_recipes import RECIPES, Recipe, packed_images, tiny_resnet
 
-from refold.capturing.dummy_inputs import DummyInputs, usual_input_names
+from refold.capture.example_inputs import DummyInputs, usual_input_names
 
 MOST_PARAMETERS = 120_000_000
 

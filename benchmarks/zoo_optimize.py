@@ -26,8 +26,9 @@ from torch import nn
 
 import refold
 from refold.fingerprint import same_bits
-from refold.optimizing import choosing, steps
-from refold.verifying.leaves import leaves_of
+from refold.nested import named_leaves
+from refold.optimization import choice, steps
+from refold.optimization.budget import EFFORTS
 
 Inputs = dict[str, torch.Tensor]
 
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=60, help="seconds of processor time for a family")
     options = parser.parse_args()
     steps._measured = lambda *_: None  # type: ignore[assignment,misc]
-    choosing._MEASURE_SECONDS = 0.3
+    choice._MEASURE_SECONDS = dict.fromkeys(EFFORTS, 0.3)
     zoo.warm_up()
     results = zoo.read(zoo.OPTIMIZED)
     wanted = options.only or [name for name in zoo.families() if name not in results]
@@ -113,7 +114,7 @@ def difference(got: Any, expected: Any) -> float | str:
     """The largest relative error of a tensor, or in words what else differs."""
     if type(got) is not type(expected):
         return f"a {type(got).__name__} instead of a {type(expected).__name__}"
-    mine, its = list(leaves_of(got)), list(leaves_of(expected))
+    mine, its = list(named_leaves(got)), list(named_leaves(expected))
     if [name for name, _ in mine] != [name for name, _ in its]:
         return "other entries"
     worst = 0.0

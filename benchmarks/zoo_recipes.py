@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from refold.capturing.dummy_inputs import DummyInputs
+from refold.capture.example_inputs import DummyInputs
 
 Maker = Callable[[DummyInputs], torch.Tensor]
 
@@ -106,7 +106,7 @@ def _with_image(before: int = 2, tokens: int = 4) -> Mapping[str, Maker | None]:
         return (ids(d) == 10).int()
 
     def patches(d: DummyInputs) -> torch.Tensor:
-        vision = d.config.vision_config
+        vision = d.model.config.vision_config
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
         return d.floats(16 * d.batch, channels * vision.temporal_patch_size * vision.patch_size**2)
 

@@ -176,11 +176,11 @@ def _remark(result: Mapping[str, Any]) -> str:
     words = [result["why"]] if "why" in result else []
     words += [f"not raised: {r}" for r in result.get("refused", [])[:2]]
     notes = result.get("notes", [])
-    about_values = [n for n in notes if "steer" in n or "loop" in n]
+    about_values = [n for n in notes if "fixed to its values" in n or "loop" in n]
     words += about_values
     if result.get("other batch") == "no" and not about_values:
         words += [n for n in notes if "shape[0]" in n][:1] or ["the batch size is fixed by the model"]
-    if "transformers.exporters" in str(result.get("method")) or "classic" in str(result.get("method")):
+    if "transformers.exporters" in str(result.get("method")):
         words.append(f"by {result['method']}")
     if "why verify" in result:
         words.append(result["why verify"])
