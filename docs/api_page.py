@@ -17,15 +17,15 @@ from typing import Any
 from generated_text import table, write
 
 import refold
-from refold.rewrite import Rewrite
+from refold.rewrite.rule import Rewrite
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "The main job": ("optimize", "refold.optimizing.optimized:OptimizedModule", "refold.report.data:Report"),
+    "The main job": ("optimize", "refold.optimization.optimized_module:OptimizedModule", "refold.report:Report"),
     "Capture": (
         "trace",
         "symbolic_trace",
         "capture_report",
-        "refold.capturing.report:CaptureReport",
+        "refold.capture.summary:CaptureReport",
         "captured_parts",
         "original_model",
         "unread_parameters",
@@ -45,8 +45,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "verify",
         "Verification",
         "measure",
-        "refold.measure:Measurement",
-        "refold.measure:measure_many",
+        "refold.measurement.timing:Measurement",
+        "refold.measurement.timing:measure_many",
     ),
     "Weights, checkpoints, optimizers": (
         "original_state_dict",
@@ -56,7 +56,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Saving and loading": ("save", "load"),
 }
 # Modules whose names are public but not exported by `refold` itself: for people who write transformations.
-MODULES = ("refold.rewrite", "refold.edit", "refold.testing", "refold.plugins", "refold.pipelines", "refold.adapters")
+MODULES = (
+    "refold.rewrite",
+    "refold.rewrite.editor",
+    "refold.rewrite.operators",
+    "refold.testing",
+    "refold.extension.plugins",
+    "refold.extension.pipeline_files",
+    "refold.extension.torch_passes",
+)
 
 
 def write_api_page(path: Path) -> None:

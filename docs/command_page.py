@@ -10,14 +10,14 @@ import typer
 from generated_text import fenced, table, write
 
 from refold.command_line.app import app
-from refold.command_line.errors import MEANINGS
+from refold.command_line.execution import ExitCode
 
 
 def write_command_page(path: Path) -> None:
     """Write the text that the page about the command line includes."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     parts = [section(name, command) for name, command in commands.items()]
-    codes = table(("exit code", "meaning"), [(str(int(code)), meaning) for code, meaning in MEANINGS.items()])
+    codes = table(("exit code", "meaning"), [(str(int(code)), code.meaning) for code in ExitCode])
     write(path, "\n\n".join([*parts, "## Exit codes", codes]) + "\n")
 
 

@@ -105,8 +105,13 @@ def verification(found: dict[str, Any]) -> Iterator[str]:
     rows = [(name, f"{summary['false_alarms'][key]:,}", f"{summary['missed'][key]:,}") for key, name in names.items()]
     alarms, misses = f"{summary['right_rewrites']:,} right rewrites", f"{summary['planted_defects']:,} planted defects"
     yield "## Verification"
-    yield "From `benchmarks/verify.py`: rewrites in three dtypes, right ones and ones with a planted mistake."
+    yield (
+        f"From `benchmarks/verify.py`: rewrites in three dtypes, right ones and ones with a planted mistake of one of "
+        f"{summary['kinds_of_defects']} kinds."
+    )
     yield table(("method", f"alarms on {alarms}", f"missed of {misses}"), rows)
+    if "mended_since" in summary:
+        yield f"Mended since: {summary['mended_since']}."
 
 
 def core(found: dict[str, Any]) -> Iterator[str]:

@@ -10,10 +10,10 @@ from generated_text import fenced, table, write
 from torch.fx import GraphModule, symbolic_trace
 
 import refold
-from refold.optimizing.pipeline import default_pipeline
-from refold.pipelines import settings_of
-from refold.plugins import find_plugins
-from refold.rewrite import Rewrite
+from refold.optimization.default_pipeline import default_pipeline
+from refold.rewrite.description import listed_settings
+from refold.rewrite.registry import find_plugins
+from refold.rewrite.rule import Rewrite
 
 KINDS = {
     "structural": "Structural: weights are rearranged. The originals come back by slicing the current weights, so "
@@ -81,7 +81,7 @@ def imported_from(cls: type[Rewrite]) -> str:
 
 
 def settings(cls: type[Rewrite]) -> str:
-    rows = [(f"`{name}`", f"`{default!r}`") for name, default in settings_of(cls).items()]
+    rows = [(f"`{name}`", f"`{default!r}`") for name, default in listed_settings(cls).items()]
     return f"## Settings\n\n{table(('setting', 'default'), rows)}" if rows else ""
 
 
