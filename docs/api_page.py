@@ -71,7 +71,8 @@ def write_api_page(path: Path) -> None:
     """Write the text that the API page includes."""
     parts = [f"## {title}\n\n{described(refold, names)}" for title, names in GROUPS.items()]
     parts += [f"## Errors\n\n{errors()}", f"## Everything else in `refold`\n\n{described(refold, rest())}"]
-    parts += [f"## {name}\n\n{module_page(importlib.import_module(name))}" for name in MODULES]
+    documented = {id(located(refold, name)[1]) for name in (*refold.__all__, *(n for ns in GROUPS.values() for n in ns))}
+    parts += [f"## {name}\n\n{module_page(importlib.import_module(name), documented)}" for name in MODULES]
     write(path, "\n\n".join(part for part in parts if not part.endswith("\n\n")) + "\n")
 
 
@@ -116,15 +117,19 @@ def errors() -> str:
     return table(("error", "raised when"), rows)
 
 
-def module_page(module: ModuleType) -> str:
-    """A module's own docstring and the public names it defines."""
+def module_page(module: ModuleType, documented: set[int]) -> str:
+    """A module's own docstring and its public names; what has an entry already is named only, and new ones are noted."""
     names = getattr(module, "__all__", None) or [
         name
         for name, thing in vars(module).items()
         if not name.startswith("_") and getattr(thing, "__module__", None) == module.__name__ and callable(thing)
     ]
     about = inspect.getdoc(module) or ""
-    return f"{fence_examples(about)}\n\n{described(module, tuple(names))}"
+    elsewhere = [name for name in names if id(getattr(module, name)) in documented]
+    here = [name for name in names if name not in elsewhere]
+    documented.update(id(getattr(module, name)) for name in here)
+    also = f"Also here, described above: {', '.join(f'`{name}`' for name in elsewhere)}." if elsewhere else ""
+    return "\n\n".join(part for part in (fence_examples(about), also, described(module, tuple(here))) if part)
 
 
 def fence_examples(text: str) -> str:
