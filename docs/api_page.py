@@ -71,7 +71,8 @@ def write_api_page(path: Path) -> None:
     """Write the text that the API page includes."""
     parts = [f"## {title}\n\n{described(refold, names)}" for title, names in GROUPS.items()]
     parts += [f"## Errors\n\n{errors()}", f"## Everything else in `refold`\n\n{described(refold, rest())}"]
-    documented = {id(located(refold, name)[1]) for name in (*refold.__all__, *(n for ns in GROUPS.values() for n in ns))}
+    grouped = [name for names in GROUPS.values() for name in names]
+    documented = {id(located(refold, name)[1]) for name in (*refold.__all__, *grouped)}
     parts += [f"## {name}\n\n{module_page(importlib.import_module(name), documented)}" for name in MODULES]
     write(path, "\n\n".join(part for part in parts if not part.endswith("\n\n")) + "\n")
 
@@ -118,7 +119,7 @@ def errors() -> str:
 
 
 def module_page(module: ModuleType, documented: set[int]) -> str:
-    """A module's own docstring and its public names; what has an entry already is named only, and new ones are noted."""
+    """A module's own docstring and its public names; what has an entry already is named only."""
     names = getattr(module, "__all__", None) or [
         name
         for name, thing in vars(module).items()
