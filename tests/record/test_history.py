@@ -22,6 +22,16 @@ from refold.examples import attention_layers, layers
 from refold.testing import Portrait
 
 
+class FromFunction(refold.Transformation):
+    """A transformation that is a function."""
+
+    def __init__(self, function: Callable[[GraphModule], GraphModule]) -> None:
+        self.function = function
+
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        return self.function(graph_module)
+
+
 def attention() -> GraphModule:
     return symbolic_trace(attention_layers.attention()[0])
 
@@ -181,6 +191,32 @@ def test_order_of_state_dict_and_persistence_of_buffers() -> None:
     for clone in (copy.deepcopy(gm), through_pickle(gm), gm):
         refold.undo(clone, None)
         assert list(clone.state_dict()) == keys
+
+
+def test_an_earlier_move_stays_when_a_later_change_is_undone() -> None:
+    gm = symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    gm.register_parameter("query", nn.Parameter(torch.randn(4)))
+    first = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_after(first):
+        query = gm.graph.get_attr("query")
+    gm.recompile()
+
+    def move(graph_module: GraphModule) -> GraphModule:
+        next(iter(graph_module.graph.nodes)).prepend(query)
+        return graph_module
+
+    def insert(graph_module: GraphModule) -> GraphModule:
+        last = next(node for node in graph_module.graph.nodes if node.op == "output")
+        with graph_module.graph.inserting_before(last):
+            last.args = (graph_module.graph.call_function(torch.add, (last.args[0], query)),)
+        return graph_module
+
+    before = Portrait.of(gm)
+    FromFunction(move)(gm)
+    moved = Portrait.of(gm)
+    FromFunction(insert)(gm)
+    assert moved.differences(Portrait.of(refold.undo(gm))) == []
+    assert before.differences(Portrait.of(refold.undo(gm))) == []
 
 
 def test_out_of_order_undo_keeps_the_order_of_keys() -> None:

@@ -108,8 +108,8 @@ def _undo_one(gm: GraphModule, index: int, weights: str, released: ReleasedMemor
         _check_sources_of_constants(gm, change)
     tensors = recover_tensors(gm, change, "carry" if weights == _BELOW else weights, released)
     assert past.initial_order is not None
-    put_back(gm, change, tensors, past.initial_order)
     rest = (*past.changes[:index], *past.changes[index + 1 :])
+    put_back(gm, change, tensors, past.initial_order, keeps_moves=any(other.moved for other in rest))
     attach(gm, History(rest, past.initial_order, ExpectedGraph(gm.graph)))
 
 
@@ -194,16 +194,24 @@ def _unshare(tensors: Iterable[torch.Tensor]) -> None:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
-def put_back(gm: GraphModule, change: Change, tensors: dict[str, torch.Tensor], initial_order: InitialOrder) -> None:
-    """Undo a change on a module: its nodes, then its tables, then its attributes. The caller guards atomicity."""
-    _put_nodes_back(gm, change, initial_order)
+def put_back(
+    gm: GraphModule,
+    change: Change,
+    tensors: dict[str, torch.Tensor],
+    initial_order: InitialOrder,
+    *,
+    keeps_moves: bool = False,
+) -> None:
+    """Undo a change on a module: its nodes, then its tables, then its attributes. The caller guards atomicity, and says
+    whether other changes that moved nodes stay."""
+    _put_nodes_back(gm, change, initial_order, keeps_moves)
     restored = put_modules_back(gm, change, tensors, initial_order)
     if gm.training != change.training and "training" not in change.attributes.get("", {}):
         for module in restored:
             module.train(gm.training)
 
 
-def _put_nodes_back(gm: GraphModule, change: Change, initial_order: InitialOrder) -> None:
+def _put_nodes_back(gm: GraphModule, change: Change, initial_order: InitialOrder, keeps_moves: bool) -> None:
     graph = gm.graph
     by_name = {node.name: node for node in graph.nodes}
     fx_private.free_names(graph, change.erased)
@@ -222,7 +230,7 @@ def _put_nodes_back(gm: GraphModule, change: Change, initial_order: InitialOrder
             _put_meta_back(by_name[name], values)
     for name in reversed(change.created):
         graph.erase_node(by_name.pop(name))
-    _put_order_back(by_name, change, initial_order)
+    _put_order_back(by_name, change, initial_order, keeps_moves)
     fx_private.free_names(graph, change.names_added)
     counts = fx_private.base_counts(graph) | {k: v for k, v in change.counts.items() if v is not MISSING}
     gone = {k for k, v in change.counts.items() if v is MISSING}
@@ -243,9 +251,11 @@ def _put_meta_back(node: Node, values: dict[str, Any]) -> None:
             node.meta[key] = value
 
 
-def _put_order_back(by_name: dict[str, Node], change: Change, initial_order: InitialOrder) -> None:
-    """Each node that was erased or moved goes right behind its nearest former predecessor that is still there."""
+def _put_order_back(by_name: dict[str, Node], change: Change, initial_order: InitialOrder, keeps_moves: bool) -> None:
+    """Each node that was erased or moved goes right behind its nearest former predecessor that is still there. Where all
+    nodes of the beginning are there again, and no change that stays has moved any, their order is that of the beginning."""
     whole = len(by_name) == len(initial_order.nodes) and all(name in by_name for name in initial_order.nodes)
+    whole = whole and not keeps_moves
     order, out_of_place = (initial_order.nodes, None) if whole else (change.order, {*change.erased, *change.moved})
     previous: Node | None = None
     for name in order:
