@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 import threading
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Literal, get_args
+
+import torch
 
 from refold.errors import FellBack, RefoldError
 from refold.report.data import Calls
@@ -17,7 +22,7 @@ LOG = logging.getLogger("refold")
 _MOST_REASONS = 20
 _WAY_OUT = "Optimize with such a call as the example, or say on_fallback='ignore'"
 _AGAIN = "Call .refresh()"
-_FRAMES = 6  # from here to the caller of the model, through torch
+_OURS_AND_TORCH = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *torch.__path__))
 
 
 class Fallbacks:
@@ -50,15 +55,23 @@ class Fallbacks:
         kind = re.sub(r"\d+", "", reason)  # the same reason for other sizes is no news
         if kind not in self._said and len(self._said) < _MOST_REASONS:
             self._said.add(kind)
-            self.tell(f"ran the original model: {sentence}; further ones are counted in .report.calls", _FRAMES)
+            self.tell(f"ran the original model: {sentence}; further ones are counted in .report.calls")
 
-    def tell(self, sentence: str, frames: int = 3) -> None:
-        """Say what happened to what was prepared, to the caller that is so many frames away, and to the log."""
+    def tell(self, sentence: str) -> None:
+        """Say what happened to what was prepared, to who called it through torch, and to the log."""
         LOG.info("%s", sentence)
         if self.policy != "ignore":
-            warnings.warn(sentence, FellBack, frames + 1)
+            warnings.warn(sentence, FellBack, _frames_to_caller())
 
     def calls(self) -> Calls:
         """All calls up to now, for the report."""
         with self._lock:
             return Calls(self._fast, self.reasons.total(), tuple(self.reasons.most_common()))
+
+
+def _frames_to_caller() -> int:
+    """How far away the nearest code is that is neither ours nor torch's."""
+    frames, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS_AND_TORCH):
+        frames, frame = frames + 1, frame.f_back
+    return frames

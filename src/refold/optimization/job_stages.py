@@ -28,6 +28,8 @@ from refold.optimization.headroom import headroom
 from refold.optimization.inventory import Inventory, names_of
 from refold.optimization.job import Job
 from refold.optimization.optimized_module import OptimizedModule
+from refold.optimization.place import Place
+from refold.optimization.preparation import Preparation
 from refold.optimization.prepared import Prepared, Way
 from refold.optimization.progress import Progress, shown, silent
 from refold.optimization.report_building import build_report
@@ -38,7 +40,6 @@ from refold.optimization.steps import Rewritten, rewrite
 from refold.optimization.watch import Watch, read_in_eval
 from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
 from refold.record.copies import shared_copy
-from refold.record.reversal import undo_below
 from refold.record.stack import history
 from refold.report.data import GraphData, ModelSummary
 from refold.report.document import Report
@@ -97,9 +98,10 @@ def optimize(
             budget = Budget.usual(model, inputs.device(model), effort) if usual else Budget(time_budget)
             how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
             job = Job(model, inputs, *how)
-            again = functools.partial(_refresh, replace(job, progress=silent), others, time_budget)
+            later = replace(job, progress=silent)
+            by = Preparation(later, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
             select = chosen.of if chosen is not None else None
-            return OptimizedModule(model, _prepare(job, others), again, select, fallbacks)
+            return OptimizedModule(model, _prepare(job, others), by, select, fallbacks)
 
     return all_or_nothing(model, work)
 
@@ -113,36 +115,6 @@ def _check_settings(sizes: str, effort: str, time_budget: float | None, padding:
         raise RefoldError(f"time_budget must be a positive number of seconds, or None, not {time_budget!r}.")
     if padding not in (None, "zeros"):
         raise RefoldError(f"padding must be None, or 'zeros' for outputs that are not read there, not {padding!r}.")
-
-
-def _refresh(
-    job: Job, others: Sequence[CallArguments], seconds: float | None, prepared: Prepared | None
-) -> tuple[Prepared, list[str]]:
-    """What is prepared for the model as it is now, and what is different from when it was prepared."""
-    budget = Budget.usual(job.model, job.device, job.effort) if seconds is None else Budget(seconds)
-    job = replace(job, budget=budget)
-
-    def work() -> tuple[Prepared, list[str]]:
-        changes = ["it was restored, or given up"] if prepared is None else _changes(job, prepared)
-        if prepared is not None and not changes:
-            return prepared, []
-        if prepared is not None and prepared.graph_module is not None and history(prepared.graph_module):
-            undo_below(prepared.graph_module)
-        known = ORIGINAL if prepared is None or job.backend != "auto" else prepared.at_example.executor
-        return _prepare(job if known == ORIGINAL else replace(job, backend=known), others), changes
-
-    return all_or_nothing(job.model, work)
-
-
-def _changes(job: Job, prepared: Prepared) -> list[str]:
-    """What is different in the model: what is checked at every call, and what a capture and the weights' bits show."""
-    reasons = [reason for way in prepared.ways if (reason := way.watch.why_changed()) is not None]
-    captured = _capture(job)
-    before = prepared.inventory
-    if before is None or isinstance(captured, str):
-        return reasons + ([] if (before is None) == isinstance(captured, str) else ["whether it can be captured"])
-    now = Inventory.of(job.model, captured).with_weights(job.model, list(before.tensors))
-    return list(dict.fromkeys([*reasons, *before.differences(now)]))
 
 
 def _calls(model: nn.Module, example_inputs: Any) -> tuple[CallArguments, list[CallArguments]]:
@@ -211,7 +183,8 @@ def _run_stages(job: Job, others: Sequence[CallArguments]) -> Prepared:
         line = headroom(job, choice.comparison.timings[ORIGINAL].median)
         notes = [*notes, *([line] if line is not None else [])]
     prepared = _prepared(job, rewritten, choice, build_report(job.model, rewritten, choice, [*rewritten.notes, *notes]))
-    return replace(prepared, inventory=inventory, zeroed=job.zeroed)
+    rewrites = () if rewritten.gm is None else tuple(change.signature for change in history(rewritten.gm))
+    return replace(prepared, inventory=inventory, zeroed=job.zeroed, rewrites=rewrites)
 
 
 def _with_zeros(job: Job, captured: GraphModule) -> tuple[Job, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +16,16 @@ from torch.fx import GraphModule
 
 from refold.capture.exclusive import alone
 from refold.executors import UnsupportedInput
+from refold.fx_private import is_observed
 from refold.optimization.fallbacks import Fallbacks
+from refold.optimization.place import Place
+from refold.optimization.preparation import Preparation
 from refold.optimization.prepared import Call, Prepared
 from refold.optimization.sizes import has_small_size
 from refold.record.reversal import undo_below
 from refold.record.stack import history
 from refold.report.document import Report
+from refold.wording import one_line
 
 _MOST_NOTES = 20
 _FORWARDED = (
@@ -30,11 +35,9 @@ _FORWARDED = (
 )
 """Methods that the original runs, where it has them."""
 _MOVES = ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")
-_MOVED = "moved or cast since it was optimized: runs the original; call refold.optimize again"
-
-
-Refresh = Callable[[Prepared | None], tuple[Prepared, list[str]]]
-"""Gives what is prepared for the model as it is now, and what is different from before."""
+_MOVED = "moved or cast since it was optimized: "
+_IS_CARRIED = f"{_MOVED}the next call makes the rewritten graph anew, and calls run that; .refresh() prepares the rest"
+_IS_GIVEN_UP = f"{_MOVED}runs the original; call refold.optimize again"
 
 
 class OptimizedModule(nn.Module):
@@ -52,7 +55,7 @@ class OptimizedModule(nn.Module):
         self,
         original: nn.Module,
         prepared: Prepared,
-        refresh: Refresh | None = None,
+        preparation: Preparation | None = None,
         select: Callable[[Any], Any] | None = None,
         fallbacks: Fallbacks | None = None,
     ) -> None:
@@ -61,7 +64,9 @@ class OptimizedModule(nn.Module):
         hidden["original"] = original
         hidden["prepared"] = prepared
         hidden["_zeroed"] = prepared.zeroed
-        hidden["_refresh"] = refresh
+        hidden["_preparation"] = preparation
+        hidden["_carried"] = None  # after a move: the rewrites that the next call makes anew
+        hidden["_lock"] = threading.Lock()
         hidden["_select"] = select
         hidden["notes"] = []
         hidden["_fallbacks"] = fallbacks or Fallbacks("warn")
@@ -73,6 +78,8 @@ class OptimizedModule(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         prepared: Prepared | None = self.prepared
+        if prepared is None and self._carried is not None:
+            prepared = self._carry_on()
         if prepared is None:
             return self._run_original("it was restored", args, kwargs, is_expected=True)
         if self.original.training:
@@ -104,14 +111,29 @@ class OptimizedModule(nn.Module):
         result = self.original(*args, **kwargs)
         return result if self._zeroed is None else self._zeroed.of(result, args, kwargs)
 
+    def _carry_on(self) -> Prepared | None:
+        """After a move, the rewritten graph where the model is now; None where it cannot be made, or not by now."""
+        if self.original.training or is_observed() or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if self._carried is not None:
+                self.__dict__["prepared"] = self._preparation.plainly(self._carried)
+                self.__dict__["_carried"] = None
+        except Exception as error:
+            self.__dict__["_carried"] = None
+            self._give_up(f"{_MOVED}runs the original, because {one_line(error, 300)}")
+        finally:
+            self._lock.release()
+        return self.prepared
+
     def _note(self, note: str) -> None:
         if note not in self.notes and len(self.notes) < _MOST_NOTES:
             self.notes.append(note)
 
     def _give_up(self, why: str) -> None:
-        """Say that what was prepared is of no use any more."""
+        """Say that what was prepared is of no use any more, and what comes in its place."""
         self._note(why)
-        self._fallbacks.tell(why, 4)
+        self._fallbacks.tell(why)
 
     # --- what it reports and gives back ----------------------------------------------------------------------------
 
@@ -134,10 +156,10 @@ class OptimizedModule(nn.Module):
     def refresh(self) -> list[str]:
         """Capture the model again, compare it with what was prepared, and prepare anew where it has changed. The
         sentences say what has; none where nothing has."""
-        if self._refresh is None:
+        if self._preparation is None:
             return []
-        prepared, changes = self._refresh(self.prepared)
-        self.__dict__.update(prepared=prepared, _zeroed=prepared.zeroed)
+        prepared, changes = self._preparation.again(self.prepared)
+        self.__dict__.update(prepared=prepared, _zeroed=prepared.zeroed, _carried=None)
         return list(changes)
 
     def restore(self) -> nn.Module:
@@ -148,6 +170,7 @@ class OptimizedModule(nn.Module):
             if gm is not None and history(gm):
                 alone(lambda: undo_below(gm))
             self.__dict__.update(_last_report=prepared.report, prepared=None)  # last: it can be done again
+        self.__dict__["_carried"] = None
         return self.original
 
     # --- being the original ----------------------------------------------------------------------------------------
@@ -199,11 +222,24 @@ class OptimizedModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> OptimizedModule:
-        """`.to()`, `.half()`, `.cuda()`: the original moves, and what was built for the old place is given up."""
-        self.restore()
+        """`.to()`, `.half()`, `.cuda()`: the original moves, and what was prepared for it follows."""
+        before = Place.of(self.original)
         self.original._apply(fn, recurse)
-        self._give_up(_MOVED)
+        self._follow_from(before)
         return self
+
+    def _follow_from(self, before: Place) -> None:
+        """After a move: nothing where nothing moved, else what was prepared for the old place is let go, and the next
+        call makes the same rewrites at the new one."""
+        prepared = self.prepared
+        if prepared is None or (Place.of(self.original) == before and prepared.is_current()):
+            return
+        gm = prepared.graph_module
+        self.restore()
+        is_carried = self._preparation is not None
+        if is_carried:
+            self.__dict__["_carried"] = () if gm is None else prepared.rewrites
+        self._give_up(_IS_CARRIED if is_carried else _IS_GIVEN_UP)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy is a copy of the original: compiled code cannot be copied."""
@@ -222,9 +258,9 @@ def _class_like(original: type[nn.Module]) -> type[OptimizedModule]:
 
     def move_original(name: str) -> Callable[..., Any]:
         def move(self: OptimizedModule, *args: Any, **kwargs: Any) -> OptimizedModule:
-            self.restore()
+            before = Place.of(self.original)
             getattr(self.original, name)(*args, **kwargs)
-            self._give_up(_MOVED)
+            self._follow_from(before)
             return self
 
         return move

@@ -64,6 +64,10 @@ class Prepared:
     """What the model was; None where it was not captured."""
     zeroed: ZeroedOutputs | None = None
     """The outputs that are zeros at padding, also where the original runs."""
+    rewrites: tuple[int, ...] = ()
+    """The signatures of the transformations that made the graph what it is."""
+    is_for_now: bool = False
+    """It was made in a hurry, after a move: the plain graph alone."""
     example: Shapes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +78,10 @@ class Prepared:
         """All ways, each once."""
         both = (self.at_example, self.at_any_size)
         return list({id(way): way for way in both if way is not None}.values())
+
+    def is_current(self) -> bool:
+        """Whether the model is what it was, as far as a call checks that."""
+        return all(way.watch.why_changed() is None for way in self.ways)
 
     def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call that was found to be one of those that this is for; else `UnsupportedInput` says why not."""
