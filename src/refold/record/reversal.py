@@ -252,8 +252,10 @@ def _put_meta_back(node: Node, values: dict[str, Any]) -> None:
 
 
 def _put_order_back(by_name: dict[str, Node], change: Change, initial_order: InitialOrder, keeps_moves: bool) -> None:
-    """Each node that was erased or moved goes right behind its nearest former predecessor that is still there. Where all
-    nodes of the beginning are there again, and no change that stays has moved any, their order is that of the beginning."""
+    """Each node that was erased or moved goes right behind its nearest former predecessor that is still there.
+
+    Where all nodes of the beginning are there again, and no change that stays has moved any, their order is that of the
+    beginning."""
     whole = len(by_name) == len(initial_order.nodes) and all(name in by_name for name in initial_order.nodes)
     whole = whole and not keeps_moves
     order, out_of_place = (initial_order.nodes, None) if whole else (change.order, {*change.erased, *change.moved})
