@@ -1,8 +1,10 @@
-"""Texts a second of a sentence encoder: batches of all sizes, in arrival order (a server) or sorted by length.
+"""Texts a second of a text encoder: batches of all sizes, in arrival order (a server), sorted by length, or mixed.
 
     python benchmarks/text_stream.py --texts 2000 --device cpu
+    python benchmarks/text_stream.py --model bert --orders mixed "mixed, no padding"
 
-Every contender takes batches of any size. The texts and their order are drawn by seed, the same for all.
+Every contender takes batches of any size, and is built from the first of them. The texts and their order are drawn by
+seed, the same for all. Mixed batches have 1 to 16 rows of up to 8 to 256 tokens; each is also timed by itself.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +31,8 @@ from suite import Inputs
 
 from refold.measurement.timing import measure_many
 
-ORDERS = ("arrival", "sorted")
+ORDERS = ("arrival", "sorted", "mixed", "mixed, no padding")
+MIXED = 40
 Run = Callable[..., Any]
 
 
@@ -37,33 +41,39 @@ def main() -> None:
     torch.set_num_threads(options.threads or torch.get_num_threads())
     torch._dynamo.config.recompile_limit = 64
     path = options.out or RESULTS / f"text_stream_{'gpu' if options.device == 'cuda' else 'cpu'}.json"
-    data: dict[str, Any] = {"machine": machine(options.device), "rows": {}}
+    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    data["machine"] = machine(options.device)
     text = next(model for model in ENCODERS if model.name == options.model)
     model = text.build(options.device, torch.bfloat16 if options.device == "cuda" else torch.float32)
-    made, data["failed"] = built(model, batches("arrival", options)[0], options)
-    for order in ORDERS:
+    made, failed = built(model, batches(options.orders[0], options)[0], options)
+    for order in options.orders:
         work = batches(order, options)
+        options.texts = sum(len(one["input_ids"]) for one in work)
         ways = {name: in_turn(run) for name, run in made.items()}
         compared = measure_many(
             ways, {"work": work}, repeats=options.rounds, baseline="eager", keep=("eager", REFOLD), memory=False
         )
         seconds = {name: timing.median for name, timing in compared.timings.items()}
         real = sum(int(one["attention_mask"].sum()) for one in work)
-        data["rows"][order] = {
+        data["rows"][f"{text.name}: {order}"] = {
             "texts": options.texts,
+            "failed": failed,
             "real_tokens": real / sum(one["attention_mask"].numel() for one in work),
             "texts_per_second": {name: options.texts / value for name, value in seconds.items()},
             "contenders": {name: timing.to_dict() for name, timing in compared.timings.items()},
             "over_best": over_best(compared),
+            "over eager at each size": at_each_size(made, work) if order.startswith("mixed") else None,
         }
         path.write_text(json.dumps(data, indent=1) + "\n")
-        print(order, data["rows"][order]["texts_per_second"], data["rows"][order]["over_best"], flush=True)
+        row = data["rows"][f"{text.name}: {order}"]
+        print(order, row["texts_per_second"], row["over_best"], row["over eager at each size"], flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", default="minilm-mean")
+    parser.add_argument("--orders", nargs="*", choices=ORDERS, default=["arrival", "sorted"])
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
@@ -76,11 +86,35 @@ def parse_arguments() -> argparse.Namespace:
 
 def batches(order: str, options: argparse.Namespace) -> list[Inputs]:
     """The texts in batches, each padded to its longest."""
+    if order.startswith("mixed"):
+        return mixed(padded=order == "mixed", device=options.device)
     sizes = lengths(options.texts, seed=1)
     if order == "sorted":
         sizes.sort(reverse=True)  # as sentence-transformers does
     cut = range(0, len(sizes), options.batch)
     return [batch(sizes[i : i + options.batch], seed=i, device=options.device) for i in cut]
+
+
+def mixed(padded: bool, device: str) -> list[Inputs]:
+    """Batches of other sizes each; rows are as long as those of a natural text beside the longest one."""
+    draw, found = random.Random(2), []
+    for seed in range(MIXED):
+        rows, longest = draw.randint(1, 16), draw.randint(8, 256)
+        natural = [draw.lognormvariate(0, 0.6) for _ in range(rows)]
+        sizes = [max(4, round(longest * each / max(natural))) if padded else longest for each in natural]
+        found.append(batch(sizes, seed=seed, device=device))
+    return found
+
+
+def at_each_size(made: dict[str, Run], work: list[Inputs]) -> dict[str, Any]:
+    """How much faster than eager a call of each size is, with the interval of the measurement."""
+    pair = {name: made[name] for name in ("eager", REFOLD)}
+    found = {}
+    for one in work:
+        compared = measure_many(pair, one, repeats=9, baseline="eager", keep=tuple(pair), memory=False)
+        against = compared.between("eager", REFOLD)
+        found["x".join(str(size) for size in one["input_ids"].shape)] = [against.ratio, *against.interval]
+    return found
 
 
 def built(model: nn.Module, example: Inputs, options: argparse.Namespace) -> tuple[dict[str, Run], dict[str, str]]:
@@ -119,8 +153,7 @@ def refold_optimize(model: nn.Module, example: Inputs, options: argparse.Namespa
 
 
 def _open(example: Inputs) -> dict[str, Any]:
-    rows, columns = torch.export.Dim("rows", min=2), torch.export.Dim("columns", min=2)
-    return {name: {0: rows, 1: columns} for name in example}
+    return {name: {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO} for name in example}
 
 
 def open_onnx_runtime(model: nn.Module, example: Inputs) -> Run:
