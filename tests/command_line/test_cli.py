@@ -283,7 +283,7 @@ def test_explain_names_a_transformation_that_fails_and_goes_on(
     from refold.command_line.options import Request
 
     monkeypatch.setattr(explain_command, "name_of", lambda t: type(t).__name__)
-    monkeypatch.setattr(explain_command, "chosen_pipeline", lambda *_: (Crash(), refold.MergeLinears()))
+    monkeypatch.setattr(explain_command, "chosen_pipeline", lambda *_, **__: (Crash(), refold.MergeLinears()))
     explain_command.explain_model(Console(), Request("example:tiny"), "default", None, None, False)
     out = capfd.readouterr().out
     assert "Crash  It failed and was left out: RuntimeError: crashed inside" in out

@@ -67,5 +67,5 @@ def usual_for(
     transformations: tuple[Transformation, ...], device: torch.device, effort: str
 ) -> tuple[Transformation, ...]:
     """The usual transformations, and RemovePadding where what it makes can be run at once: on a GPU, packed batches run
-    fast by graphs that are compiled and recorded for them alone. (Pipelines that are saved do without it.)"""
+    fast by graphs that are compiled and recorded for them alone."""
     return transformations if device.type == "cuda" and effort != "max" else (*transformations, RemovePadding())
