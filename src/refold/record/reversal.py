@@ -293,13 +293,10 @@ def _put_tables_back(
     leaving = []  # a module that only moved must not die between its two places
     for (path, name), entry in sorted(change.tables.items(), key=lambda item: item[0][0].count(".")):
         live = fx_private.table(gm.get_submodule(path), name)
-        carrier = live.pop(fx_private.HISTORY_CHILD, None) if path == "" else None
         leaving += [live.pop(key, None) for key in entry.added]
         back = {key: revive(value, tensors) for key, value in entry.before.items()}
         live.update(back)
         _reorder(live, entry.order, initial_order.tables.get((path, name), entry.order))
-        if carrier is not None:
-            live[fx_private.HISTORY_CHILD] = carrier
         restored += [module for module in back.values() if isinstance(module, nn.Module)]
     return restored
 
