@@ -32,7 +32,7 @@ def both(x: torch.Tensor, hidden: torch.Tensor) -> Any:
     return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=hidden.mean(1))
 
 
-@pytest.fixture(scope="module", params=["onnxruntime", "openvino"])
+@pytest.fixture(scope="module", params=[pytest.param(e, marks=pytest.mark.slow) for e in ("onnxruntime", "openvino")])
 def engine(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param)
     return str(request.param)

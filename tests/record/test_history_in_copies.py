@@ -83,3 +83,26 @@ def test_torch_sees_nothing_of_it() -> None:
     names = names_of(gm)
     refold.commit(gm)
     assert names_of(gm) == names and "_refold" not in vars(gm)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_changes_before_and_after_the_copy_are_undone(way: Callable[[GraphModule], GraphModule]) -> None:
+    class Written(nn.Module):
+        """A fetch before its use, an operator in place and a call on constants: pickling changes all three."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x):  # type: ignore[no-untyped-def]  # torch cannot unpickle annotations that are strings
+            scale = self.scale
+            y = self.a(x) + self.b(x)
+            y += x
+            return y * scale / 3.0 + torch.ones(4)
+
+    gm = symbolic_trace(Written())
+    before = Portrait.of(gm)
+    refold.MergeLinears()(gm)
+    found = refold.ChangeTrueDivToMulByInverse()(way(gm))
+    assert [change.name for change in refold.history(found)] == ["MergeLinears", "ChangeTrueDivToMulByInverse"]
+    assert before.differences(Portrait.of(refold.undo(found, None))) == []

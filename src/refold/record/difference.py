@@ -68,7 +68,7 @@ def _edits_of_nodes(before: Snapshot, after: LaterState) -> dict[str, Any]:
         return {"erased": {}, "created": {}, "changed": changed, "moved": ()}
     erased = {name: record_row(old[name], names) for name in old if name not in new}
     created = {name: record_row(new[name]) for name in new if name not in old}
-    moved = _moved([n for n in old if n in new], [n for n in new if n in old])
+    moved = moved_names([n for n in old if n in new], [n for n in new if n in old])
     return {"erased": erased, "created": created, "changed": changed, "moved": tuple(moved)}
 
 
@@ -175,7 +175,7 @@ def _changed_attributes(suspects: _Pairs, written: bool) -> dict[str, dict[str, 
     return changed
 
 
-def _moved(old: list[str], new: list[str]) -> list[str]:
+def moved_names(old: list[str], new: list[str]) -> list[str]:
     """The fewest names whose move explains the new order: those outside a longest increasing subsequence."""
     if old == new:
         return []

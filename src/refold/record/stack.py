@@ -122,7 +122,15 @@ def push(gm: GraphModule, change: Change, before: Snapshot, after: LaterState) -
     past = history(gm)
     initial_order = past.initial_order or InitialOrder(tuple(before.nodes), users=before.unsorted_users())
     initial_order = initial_order.with_tables_of(change)
-    attach(gm, History((*past.changes, change), initial_order, ExpectedGraph(gm.graph, after.graph.rows)))
+    edits = () if past.expected is None else past.expected.edits
+    attach(gm, History((*past.changes, change), initial_order, ExpectedGraph(gm.graph, after.graph.rows, edits)))
+
+
+def settle(gm: GraphModule) -> None:
+    """Let the history know the graph as it is: what pickling did to it is put right, what was edited is noted."""
+    past = history(gm)
+    if past.expected is not None:
+        attach(gm, History(past.changes, past.initial_order, past.expected.settled(gm, len(past))))
 
 
 def attach(gm: GraphModule, past: History) -> GraphModule:
