@@ -73,6 +73,20 @@ def test_module_like() -> None:
     assert not list(fx_private.module_like(nn.Linear, vars(layer), {}).parameters())
 
 
+def test_the_module_that_is_being_copied() -> None:
+    found: list[object] = []
+
+    class Noting:
+        def __deepcopy__(self, memo: dict[int, object]) -> Noting:
+            found.append(fx_private.module_being_copied(memo))
+            return self
+
+    gm, holder = attention(), nn.Linear(1, 1)
+    vars(gm)["noting"] = vars(holder)["noting"] = Noting()
+    copied = copy.deepcopy(nn.ModuleList([attention(), gm, holder]))
+    assert found == [copied[1], None] and fx_private.module_being_copied({}) is None
+
+
 def test_restored_graph_is_whole() -> None:
     gm = attention()
     before, snapshot = Portrait.of(gm), Snapshot.of(gm)

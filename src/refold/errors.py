@@ -42,7 +42,7 @@ class OutOfOrder(RefoldError):
 
 
 class GraphEdited(RefoldError):
-    """The graph was edited outside Refold after the last recorded change."""
+    """The graph was edited outside Refold, where a recorded change had changed it."""
 
 
 class WeightsChanged(RefoldError):
