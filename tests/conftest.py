@@ -1,4 +1,5 @@
-"""What all tests share: one thread a process (two run side by side), and which tests are slow.
+"""What all tests share: one thread a process (two run side by side), no decisions that are kept, and which tests are
+slow.
 
 A test is slow if it took longer than `SLOW_FROM` when durations were last written: `make durations` runs all of them
 and writes `tests/slow.txt`. `make check` leaves slow tests out.
@@ -6,12 +7,14 @@ and writes `tests/slow.txt`. `make check` leaves slow tests out.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["REFOLD_CACHE"] = "off"  # the user's own is neither read nor written; tests of it have one of their own
 
 SLOW_FROM = 0.35
 SLOW_TESTS = Path(__file__).parent / "slow.txt"

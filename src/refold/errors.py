@@ -127,6 +127,10 @@ class FellBack(RefoldError, UserWarning):
     with `on_fallback="raise"` an error."""
 
 
+class BadDecision(RefoldError):
+    """A decision that was kept is damaged, or is not for this model: everything is decided anew then."""
+
+
 class MeasurementFailed(RefoldError):
     """One of the callables to be timed raised, so there is nothing to measure."""
 
