@@ -15,13 +15,33 @@ from torch.fx import GraphModule
 
 from refold.errors import BadDecision, RefoldError
 from refold.measurement.timing import Comparison, Timing
-from refold.optimization.job_key import JobKey
 from refold.report.document import Report
 from refold.report.json_data import decode, encode
 from refold.saving.node_digests import node_digests, node_names
 
 SCHEMA = "refold.decision"
 VERSION = 1
+
+
+@dataclass(frozen=True)
+class JobKey:
+    """Three digests of what was asked for, and the machine in words."""
+
+    model: str
+    call: str
+    settings: str
+    machine: dict
+
+    @property
+    def digest(self) -> str:
+        """All of it as one name."""
+        return _sha256(json.dumps([self.model, self.call, self.settings, self.machine], sort_keys=True))[:32]
+
+    def differences(self, other: JobKey) -> list[str]:
+        """What is different in another one, in words."""
+        parts = [name for name in ("model", "call", "settings") if getattr(self, name) != getattr(other, name)]
+        names = dict.fromkeys((*self.machine, *other.machine))
+        return parts + [name for name in names if self.machine.get(name) != other.machine.get(name)]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import platform
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
@@ -26,33 +24,13 @@ from refold.call_arguments import CallArguments
 from refold.executors.catalogue import ENTRY_POINT_GROUP
 from refold.fx_private import plain_attributes, tensor_places
 from refold.nested import CALL, PLAIN, Branch, Constant, Tree, flatten
+from refold.optimization.decision import JobKey
 from refold.optimization.job import Job
 from refold.rewrite.description import canonical_text, class_path
 from refold.rewrite.registry import ENTRY_POINTS
 
 _PACKAGES = ("onnxruntime", "openvino", "onnxscript", "transformers")
 _DEPTH = 4  # of objects inside of attributes
-
-
-@dataclass(frozen=True)
-class JobKey:
-    """Three digests of what was asked for, and the machine in words."""
-
-    model: str
-    call: str
-    settings: str
-    machine: dict
-
-    @property
-    def digest(self) -> str:
-        """All of it as one name."""
-        return _digest(json.dumps([self.model, self.call, self.settings, self.machine], sort_keys=True))[:32]
-
-    def differences(self, other: JobKey) -> list[str]:
-        """What is different in another one, in words."""
-        parts = [name for name in ("model", "call", "settings") if getattr(self, name) != getattr(other, name)]
-        names = dict.fromkeys((*self.machine, *other.machine))
-        return parts + [name for name in names if self.machine.get(name) != other.machine.get(name)]
 
 
 def key_of(job: Job, others: Sequence[CallArguments]) -> JobKey:
@@ -135,7 +113,7 @@ def _text_of_tensor(tensor: torch.Tensor) -> str:
 
 def _text_of_call(call: CallArguments) -> str:
     tree, tensors = flatten((call.args, call.kwargs), CALL)
-    return f"{_text_of_tree(tree)} {[_text_of_tensor(tensor) for tensor in tensors]}"
+    return f"{_text_of_tree(tree)} {[(each.dtype, each.shape, each.device) for each in tensors]}"
 
 
 def _text_of_tree(tree: Tree) -> str:

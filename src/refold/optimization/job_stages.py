@@ -30,7 +30,7 @@ from refold.optimization.first_checks import check_model
 from refold.optimization.headroom import headroom
 from refold.optimization.inventory import Inventory, names_of
 from refold.optimization.job import Job
-from refold.optimization.keeping import Keeper, keeping
+from refold.optimization.keeping import NOT_USED, Keeper, keeping
 from refold.optimization.optimized_module import OptimizedModule
 from refold.optimization.place import Place
 from refold.optimization.preparation import Preparation
@@ -90,6 +90,35 @@ def optimize(
     `cache=False` neither reads nor writes there. The result is called like the model; `.restore()` gives the model
     back.
     """
+    asked = (level, pipeline, backend, effort, time_budget, sizes, outputs, padding, on_fallback)
+    return _optimized(None, model, example_inputs, *asked, progress=progress, cache=cache)
+
+
+def optimize_as_decided(
+    decision: Decision | None, model: nn.Module, calls: list[CallArguments], **settings: Any
+) -> tuple[OptimizedModule, list[str]]:
+    """The same with a decision that came from elsewhere, if it holds here; and sentences that say why it does not."""
+    fast = _optimized(decision, model, calls, **settings, progress=None, cache=True)
+    return fast, [note for note in fast.report.notes if note.startswith(NOT_USED)]
+
+
+def _optimized(
+    given: Decision | None,
+    model: nn.Module,
+    example_inputs: Any,
+    level: str,
+    pipeline: Sequence[Transformation] | Transformation | None,
+    backend: str,
+    effort: str,
+    time_budget: float | None,
+    sizes: str,
+    outputs: Sequence[str | int] | None,
+    padding: str | None,
+    on_fallback: str,
+    *,
+    progress: bool | Progress | None,
+    cache: bool,
+) -> OptimizedModule:
     _check_settings(sizes, effort, time_budget, padding)
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
@@ -106,8 +135,8 @@ def optimize(
             usual = time_budget is None
             budget = Budget.usual(model, inputs.device(model), effort) if usual else Budget(time_budget)
             how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
-            job = Job(model, inputs, *how, cache=cache_of_user() if cache else None)
-            later = replace(job, progress=silent)
+            job = Job(model, inputs, *how, cache=cache_of_user() if cache else None, given=given)
+            later = replace(job, progress=silent, given=None)
             by = Preparation(later, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
             select = chosen.of if chosen is not None else None
             return OptimizedModule(model, _prepare(job, others), by, select, fallbacks)
@@ -234,8 +263,7 @@ def _decided_anew(job: Job, others: Sequence[CallArguments], keeper: Keeper) -> 
         line = headroom(job, choice.comparison.timings[ORIGINAL].median)
         notes = [*notes, *([line] if line is not None else [])]
     report = build_report(job.model, rewritten, choice, [*rewritten.notes, *notes])
-    decision = keeper.decide(before, rewritten, choice, report)
-    keeper.keep(decision)
+    decision = keeper.keep(keeper.decide(before, rewritten, choice, report))
     return _completed(job, replace(_prepared(job, rewritten, choice, report), decision=decision), inventory)
 
 

@@ -34,6 +34,7 @@ from refold.rewrite.replay import steps_of
 from refold.wording import first_line
 
 _T = TypeVar("_T")
+NOT_USED = "What was decided before was not used"
 _LONGEST_WAIT = 600.0  # seconds, for another process that decides the same; at least twice the time budget
 _MOST_RACES = 3  # what is level after so many is level
 _WORTH_A_RACE = 0.95  # of the time of the chosen one: what may be faster by less is not raced again
@@ -57,6 +58,12 @@ class Keeper:
         return fingerprint_of_weights(self._job.model)
 
     def _found(self) -> Decision | None:
+        given = self._job.given
+        if given is not None:
+            differences = given.key.differences(self.key)
+            if not differences:
+                return given
+            self.notes.append(f"{NOT_USED}, because it was saved for other {', '.join(differences)}.")
         try:
             text = None if self._cache is None else self._cache.read(self.key.digest)
             found = None if text is None else Decision.from_text(text)
@@ -69,7 +76,7 @@ class Keeper:
         return found
 
     def _put_aside(self, why: str) -> None:
-        self.notes.append(f"The decision that was kept was not used: {why.rstrip('.')}. Everything was decided anew.")
+        self.notes.append(f"{NOT_USED}, because {why.rstrip('.')}. Everything was decided anew.")
         self.decision = None
 
     def use(self, work: Callable[[Decision, str], _T]) -> _T | None:
@@ -125,8 +132,7 @@ class Keeper:
         else:
             steps = plain_steps(steps_of(gm))
             new = replace(decision, steps=steps, rewritten=digest_of_graph(gm), report=found.report)
-        self.keep(new)
-        return new or decision
+        return self.keep(new) or decision
 
     def _open_rounds(self, choice: ExecutorChoice) -> tuple[Rounds, ...]:
         names = [] if choice.comparison is None else _may_be_faster(choice, choice.comparison, self._is_loaded)
@@ -136,15 +142,18 @@ class Keeper:
         together = min(map(len, timings.values()))
         return tuple(Rounds(name, seconds[:together]) for name, seconds in timings.items())
 
-    def keep(self, decision: Decision | None) -> None:
-        """Write a decision down for the next process. Where that fails, a note says why."""
+    def keep(self, decision: Decision | None) -> Decision | None:
+        """Write a decision down for the next process. Where that fails, a note says why. The decision, with the
+        weights that it was made with."""
         if decision is None or self._cache is None:
-            return
+            return decision
+        decision = decision.with_weights(self.weights)
         try:
-            self._cache.write(self.key.digest, decision.with_weights(self.weights).to_text())
+            self._cache.write(self.key.digest, decision.to_text())
         except (OSError, ValueError, RefoldError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
             self.notes.append(f"The decision could not be kept: {why.rstrip('.')}.")
+        return decision
 
 
 def _may_be_faster(choice: ExecutorChoice, comparison: Comparison, is_loaded: bool) -> list[str]:
