@@ -1,4 +1,5 @@
-"""What all tests share: one thread a process (two run side by side), and which tests are slow.
+"""What all tests share: one thread a process (two run side by side), no decisions that are kept, and which tests are
+slow.
 
 A test is slow if it took more than `SLOW_FROM` seconds of processor time, with its fixtures and the processes that it
 started, when that was last written: `make durations` runs all tests and writes `tests/slow.txt`. `make check` leaves
@@ -7,6 +8,7 @@ slow tests out. Processor time and not the clock, because others may use the mac
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Generator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["REFOLD_CACHE"] = "off"  # the user's own is neither read nor written; tests of it have one of their own
 
 SLOW_FROM = 0.2
 SLOW_TESTS = Path(__file__).parent / "slow.txt"

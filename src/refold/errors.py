@@ -127,6 +127,14 @@ class FellBack(RefoldError, UserWarning):
     with `on_fallback="raise"` an error."""
 
 
+class PreparedAnew(RefoldError, UserWarning):
+    """A saved model was prepared anew, because what was saved with it does not hold here: a warning."""
+
+
+class BadDecision(RefoldError):
+    """A decision that was kept is damaged, or is not for this model: everything is decided anew then."""
+
+
 class MeasurementFailed(RefoldError):
     """One of the callables to be timed raised, so there is nothing to measure."""
 

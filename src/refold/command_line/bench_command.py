@@ -83,6 +83,7 @@ class Race:
                 level=level,
                 pipeline=steps,
                 time_budget=left,
+                cache=False,  # what is measured is this machine as it is now
                 progress=lambda what, done: self.show(f"refold: {what}", 0.45 + 0.45 * done),
             )
             self.label = f"{REFOLD} ({fast.prepared.at_example.executor})"

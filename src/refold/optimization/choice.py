@@ -98,6 +98,7 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
         memory=job.effort == "max",
     )
     left_out |= comparison.failed
+    comparison = _with_earlier_rounds(job, comparison)
     name = job.backend
     if name == "auto":
         comparison, name = _winner(job, comparison, candidates)
@@ -109,6 +110,13 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
     if rewritten.is_changed and name not in (ORIGINAL, Plain.name):
         _try_without_rewrites(job, choice, wanted[name], rewritten)
     return choice
+
+
+def _with_earlier_rounds(job: Job, comparison: Comparison) -> Comparison:
+    """Together with the rounds of an earlier race, behind those of this one: rounds of all stand side by side."""
+    timings = {} if job.earlier is None else job.earlier.timings
+    alive = [name for name in timings if name in comparison.timings and not comparison.timings[name].dropped]
+    return comparison.followed_by(job.earlier.among(alive)) if job.earlier is not None else comparison
 
 
 def _at_any_size(
@@ -142,7 +150,9 @@ def _executors_for(job: Job) -> tuple[dict[str, Executor], dict[str, str]]:
     """The executors that the job asks for, and why others cannot be used."""
     if job.backend != "auto":
         return {job.backend: available_executor(job.backend, job.device)}, {}
-    return executors(job.device), unavailable(job.device)
+    found = executors(job.device)
+    wanted = found if job.only is None else {name: found[name] for name in found if name in job.only}
+    return wanted, unavailable(job.device)
 
 
 def available_executor(name: str, device: torch.device) -> Executor:

@@ -47,6 +47,7 @@ _TABLE = {
     "compile-reduce-overhead": Expectation(3.0, 5.0, 4.0),
 }
 _AT_ONCE = 1.0  # seconds
+_LATE = " of the time budget are left"
 
 
 def expected_of(executor: Executor) -> Expectation:
@@ -71,7 +72,12 @@ def why_not_in_time(executor: Executor, budget: Budget) -> str | None:
     seconds = expected_of(executor).preparing(budget.capturing)
     if seconds <= budget.left or (budget.is_usual and _is_ready_at_once(executor)):
         return None
-    return f"preparing it takes about {seconds:.0f} s, and {budget.left:.0f} s of the time budget are left"
+    return f"preparing it takes about {seconds:.0f} s, and {budget.left:.0f} s{_LATE}"
+
+
+def is_out_of_time(reason: str) -> bool:
+    """Whether an executor was left out for want of time."""
+    return reason.endswith(_LATE)
 
 
 def _is_ready_at_once(executor: Executor) -> bool:

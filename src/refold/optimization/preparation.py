@@ -55,7 +55,7 @@ class Preparation:
         """The plain graph of the model as it is now, with the rewrites of these signatures, in a few seconds."""
         job, others = self._here()
         pipeline = tuple(each for each in job.pipeline if each.signature in kept)
-        job = replace(job, pipeline=pipeline, backend=Plain.name, effort="quick")
+        job = replace(job, pipeline=pipeline, backend=Plain.name, effort="quick", cache=None)
         prepared = replace(all_or_nothing(job.model, lambda: self.prepare(job, others)), is_for_now=True)
         if prepared.graph_module is None:
             raise RefoldError(" ".join(prepared.report.notes))
