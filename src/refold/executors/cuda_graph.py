@@ -62,6 +62,10 @@ class CudaGraph(Executor):
         return self.inner.keeps_meaning
 
     @property
+    def is_python(self) -> bool:  # type: ignore[override]
+        return self.inner.is_python
+
+    @property
     def takes_minutes(self) -> bool:  # type: ignore[override]
         return self.inner.takes_minutes
 

@@ -32,6 +32,7 @@ class OneDnnLinears(Executor):
     name = "onednn"
     takes_any_size = True
     keeps_meaning = True
+    is_python = True
 
     def available(self, device: torch.device) -> str | None:
         return why_no_onednn(device)

@@ -33,6 +33,7 @@ class PackedCudaGraph(Executor):
     name = "packed+cuda_graph"
     takes_any_size = True
     keeps_meaning = True
+    is_python = True
 
     def __init__(self, record: Callable[[nn.Module], Executor] | None = None) -> None:
         self._record = record or _recorded
