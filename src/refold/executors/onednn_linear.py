@@ -33,6 +33,7 @@ class OneDnnLinears(Executor):
     takes_any_size = True
     keeps_meaning = True
     is_python = True
+    takes_packed = True
 
     def available(self, device: torch.device) -> str | None:
         return why_no_onednn(device)

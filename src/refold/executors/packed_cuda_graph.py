@@ -34,6 +34,7 @@ class PackedCudaGraph(Executor):
     takes_any_size = True
     keeps_meaning = True
     is_python = True
+    takes_packed = True
 
     def __init__(self, record: Callable[[nn.Module], Executor] | None = None) -> None:
         self._record = record or _recorded

@@ -19,6 +19,7 @@ class Plain(Executor):
     takes_any_size = True
     keeps_meaning = True
     is_python = True
+    takes_packed = True
 
     def available(self, device: torch.device) -> str | None:
         return None
