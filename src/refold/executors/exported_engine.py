@@ -101,7 +101,7 @@ def plan_for_engine(
         if not kept or not tensors:
             raise PreparationFailed(f"{engine} has nothing to compute: no tensor goes in, or none comes out.")
         flat = FlatModule(module, inputs, kept)
-        exported = _export(flat, tensors if axes is None else axes.none_of_one(tensors), engine, axes)
+        exported = _export(flat, tensors if axes is None else axes.told_apart(tensors), engine, axes)
     traced, values = flat.traced.output
     # in a trace, a number that is computed from values has no value yet
     if not same_shape(tree, traced, same_classes=True):

@@ -12,6 +12,7 @@ from torch import nn
 from refold.errors import PreparationFailed
 from refold.executors.exported_engine import EnginePlan, plan_for_engine
 from refold.executors.guards import Guard, Guarded
+from refold.executors.input_spec import InputSpec
 from refold.executors.interface import Executor
 from refold.executors.model_probe import why_other_meaning
 from refold.executors.open_axes import OpenAxes
@@ -88,18 +89,32 @@ def prepare_as_torch(executor: Executor, module: nn.Module, args: Args, kwargs: 
 
 
 def prepare_compiled(
-    executor: Executor, module: nn.Module, args: Args, kwargs: dict[str, Any], run: Callable[..., Any]
+    executor: Executor,
+    module: nn.Module,
+    args: Args,
+    kwargs: dict[str, Any],
+    run: Callable[..., Any],
+    axes: OpenAxes | None = None,
 ) -> Callable[..., Any]:
     """What torch compiled keeps torch's meaning but for indices, which it wraps: they are guarded, and the whole tried.
+    With `axes`, what lies outside of these sizes is run by the module.
 
     On a GPU nothing is: an index out of range stops the device there, compiled or not."""
     if any(tensor.device.type != "cpu" for tensor in tensors_in((args, kwargs))):
-        return run
+        return run if axes is None else _within(axes, module, args, kwargs, run)
     try:
         plan = plan_for_engine(module, args, kwargs, executor.name)
     except PreparationFailed:  # what cannot be exported may be compiled in parts; the trial has to do
-        return run
-    return _as_torch(plan, module, index_guard(plan.exported, inputs_of(plan.exported, plan.tensors)), run)
+        return run if axes is None else _within(axes, module, args, kwargs, run)
+    guard = index_guard(plan.exported, inputs_of(plan.exported, plan.tensors))
+    return _as_torch(replace(plan, axes=axes), module, guard, run)
+
+
+def _within(
+    axes: OpenAxes, module: nn.Module, args: Args, kwargs: dict[str, Any], run: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What was prepared for sizes within bounds, and the module for others."""
+    return Guarded((), InputSpec.of(args, kwargs, open_sizes=True), run, Plain().prepare(module, args, kwargs), axes)
 
 
 def _as_torch(plan: EnginePlan, module: nn.Module, guard: Guard, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +123,8 @@ def _as_torch(plan: EnginePlan, module: nn.Module, guard: Guard, run: Callable[.
         reason = why_other_meaning(each, guard, run, plain)
         if reason is not None:
             raise PreparationFailed(reason)
-    return Guarded(guard, plan.spec, run, plain, plan.axes) if guard or plan.axes else run
+    spec = replace(plan.spec, open_sizes=plan.axes is not None)
+    return Guarded(guard, spec, run, plain, plan.axes) if guard or plan.axes else run
 
 
 def _at_all_ends(plan: EnginePlan) -> Iterator[EnginePlan]:

@@ -5,6 +5,7 @@ Sizes that vary together are one axis. The rules are those that capture found, l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,6 +72,10 @@ class OpenAxes:
         """The same with these as the largest sizes."""
         return OpenAxes(tuple(replace(axis, high=high) for axis, high in zip(self.axes, most, strict=True)))
 
+    def from_two(self) -> OpenAxes:
+        """The same without sizes of 0 and 1, for which compiled code would be other code."""
+        return OpenAxes(tuple(replace(axis, low=max(2, axis.low)) for axis in self.axes))
+
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the sizes of a call lie within the bounds, and are one size on each axis. It runs at every call."""
         for axis in self.axes:
@@ -90,9 +95,13 @@ class OpenAxes:
             found = resize(found, list(axis.places), size)
         return found
 
-    def none_of_one(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The call with two where it has one, which an export might take for a constant."""
-        return self.resized(tensors, [max(2, size) for size in self.sizes_of(tensors)])
+    def told_apart(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The call with another size on each axis, and nowhere one: a compiler takes equal sizes for the same, and one
+        for a constant."""
+        sizes: list[int] = []
+        for size in self.sizes_of(tensors):
+            sizes.append(next(n for n in itertools.count(max(2, size)) if n not in sizes))
+        return self.resized(tensors, sizes)
 
     def shapes(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[tuple[int, ...]]:
         """The shapes of the tensors of a call with other sizes."""

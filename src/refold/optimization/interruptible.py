@@ -49,7 +49,9 @@ class _Task(Generic[_T]):
         self._context = contextvars.copy_context()
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        self._autocast = [torch.autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+        self._modes: list[Any] = [torch.autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+        if torch.cuda.is_initialized():
+            self._modes.append(torch.cuda.device(torch.cuda.current_device()))
         self._done = threading.Event()
 
     def run(self) -> None:
@@ -78,7 +80,7 @@ class _Task(Generic[_T]):
 
     def _as_caller(self) -> _T:
         with torch.inference_mode(self._inference), torch.set_grad_enabled(self._gradients), ExitStack() as stack:
-            for mode in self._autocast:
+            for mode in self._modes:
                 stack.enter_context(mode)
             return self._work()
 
