@@ -141,7 +141,8 @@ class CompileOnce(_Inductor):
         for index, dim in axes.places():
             torch._dynamo.mark_dynamic(apart[index], dim)
         options = {**(self.options or {}), "guard_filter_fn": _guards_on_sizes}
-        compiled = torch.compile(_own_code(module), fullgraph=True, options=options, recompile_limit=1)
+        once: Any = {"fullgraph": True, "recompile_limit": 1}
+        compiled = torch.compile(_own_code(module), options=options, **once)
         runner = OpenRunner(spec, module, compiled, tree, tensors)
         with torch.no_grad(), _failures_named(self.name):
             runner.compute(apart)

@@ -20,7 +20,7 @@ from refold.capture.exclusive import at_rest
 
 _T = TypeVar("_T")
 _HEARTBEAT = 0.1  # seconds between two looks at the thread
-_PATIENCE = 1.0  # seconds that a thread which was told to stop may take for cleaning up
+_PATIENCE = 0.5  # seconds that a thread which was told to stop may take for cleaning up
 
 
 def interruptibly(work: Callable[[], _T]) -> _T:
