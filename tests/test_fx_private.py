@@ -214,3 +214,11 @@ def test_autocast_is_not_plain():
     assert fx_private.is_plain()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not fx_private.is_plain() and not fx_private.is_observed()
+
+
+def test_what_has_no_values_has_sizes():
+    with fx_private.no_values():
+        made = torch.empty(3, 4) @ torch.empty(4, 2**20)
+    assert made.shape == (3, 2**20) and made.device.type == "cpu"
+    with pytest.raises(RuntimeError, match="_local_scalar_dense"):
+        made[0, 0].item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -460,6 +461,13 @@ def tensor_places(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
         for entries in (table(module, "_parameters"), table(module, "_buffers")):
             for key in [k for k, tensor in entries.items() if tensor is not None]:
                 yield join_path(path, key), entries, key
+
+
+def no_values() -> AbstractContextManager[Any]:
+    """Inside, tensors are made and computed without numbers in them: sizes, dtypes and devices alone."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def named_tensors(root: nn.Module) -> dict[str, torch.Tensor]:

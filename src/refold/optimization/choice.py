@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
+from refold.call_arguments import CallArguments
 from refold.errors import RefoldError
 from refold.executors import Executor, Plain, PreparationFailed, executor_named, executors, unavailable
 from refold.executors.catalogue import why_unavailable
@@ -16,17 +18,19 @@ from refold.executors.meaning import prepare_as_torch
 from refold.measurement.timing import Comparison, Measurement, measure_many, rounds_needed
 from refold.nested import OUTPUT, flatten
 from refold.optimization.expectations import most_promising_first, why_not_in_time
+from refold.optimization.interruptible import interruptibly
 from refold.optimization.job import Job
 from refold.optimization.padded_example import PaddedExample
 from refold.optimization.progress import silent
 from refold.optimization.steps import Rewritten
+from refold.patterns.packing.dense_graph import with_padding
 from refold.verification.accuracy import OutputReference
 from refold.wording import first_line
 
 ORIGINAL = "original"
 _MEASURE_SECONDS = {"quick": 1.5, "default": 4.0, "max": 10.0}
 _CONFIDENCE = 0.95
-_CLOSE = 1.3  # at the example's sizes: what is slower by more is not raced at others
+_MOST_RACED = 3  # at other sizes: the fastest at the example's
 _REWRITTEN = "rewritten"
 
 
@@ -37,6 +41,16 @@ class Candidates:
     ready: dict[str, Callable[..., Any]] = field(default_factory=dict)
     grades: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a model, and the executor that prepared it: None for the original."""
+
+    name: str
+    run: Callable[..., Any]
+    reads_live_weights: bool
+    executor: Executor | None = None
 
 
 @dataclass
@@ -51,16 +65,17 @@ class ExecutorChoice:
     grades: dict[str, str] = field(default_factory=dict)
     rewriting: Measurement | None = None
     """The chosen executor without the rewrites, against itself with them."""
-    at_any_size: tuple[Executor, Callable[..., Any]] | None = None
+    at_any_size: Way | None = None
     """What runs calls of other sizes than the example's."""
 
     def prepare_again(self, module: nn.Module, job: Job) -> None:
         """Prepare what was chosen for another graph."""
         executor, ran = executor_named(self.name), self.run
-        self.run = prepare_as_torch(executor, module, *job.arguments)
-        if self.at_any_size is not None:
-            other, run = self.at_any_size
-            self.at_any_size = other, self.run if run is ran else other.prepare(module, *job.arguments)
+        self.run = _made(job, executor, module)
+        other = self.at_any_size
+        if other is not None and other.executor is not None:
+            run = self.run if other.run is ran else _made(job, other.executor, module)
+            self.at_any_size = replace(other, run=run)
 
     @property
     def rewrites_hinder(self) -> bool:
@@ -106,7 +121,11 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
     run = found.ready.get(name, job.original)
     choice = ExecutorChoice(name, run, reads_live_weights, comparison, left_out, found.grades)
     if job.others is not None and rewritten.gm is not None:
-        choice.at_any_size = _at_any_size(job, rewritten.gm, wanted, found.ready, comparison, as_called)
+        other = _at_any_size(job, rewritten.gm, wanted, found.ready, comparison, as_called)
+        choice.at_any_size = other
+        if job.backend == "auto" and name != ORIGINAL and _is_level(comparison, name, other.name):
+            choice.name, choice.run, choice.reads_live_weights = other.name, other.run, other.reads_live_weights
+            name = other.name
     if rewritten.is_changed and name not in (ORIGINAL, Plain.name):
         _try_without_rewrites(job, choice, wanted[name], rewritten)
     return choice
@@ -119,6 +138,11 @@ def _with_earlier_rounds(job: Job, comparison: Comparison) -> Comparison:
     return comparison.followed_by(job.earlier.among(alive)) if job.earlier is not None else comparison
 
 
+def _is_level(comparison: Comparison, name: str, other: str) -> bool:
+    """Whether what takes any size is as fast at the example's as the fastest there: then it does for both."""
+    return other in comparison.timings and not comparison.between(other, name).faster
+
+
 def _at_any_size(
     job: Job,
     gm: nn.Module,
@@ -126,24 +150,40 @@ def _at_any_size(
     ready: Mapping[str, Callable[..., Any]],
     comparison: Comparison,
     as_called: AsCalled,
-) -> tuple[Executor, Callable[..., Any]]:
-    """What runs calls of other sizes: the fastest on the mix of sizes, of those that take any."""
+) -> Way:
+    """What runs calls of other sizes: the fastest on the mix of sizes, of those that take any; the original where that
+    is faster, if only at one of the sizes."""
     open_ones = {name: run for name, run in ready.items() if wanted[name].takes_any_size and name in comparison.timings}
     if not open_ones:
-        return Plain(), Plain().prepare(gm, *job.arguments)
-    medians = {name: comparison.timings[name].median for name in open_ones}
-    best = min(medians, key=medians.__getitem__)
-    open_ones = {name: run for name, run in open_ones.items() if medians[name] < _CLOSE * medians[best]}
-    if len(open_ones) > 1:
-        candidates = {name: _mixed(job, as_called(wanted[name], run)) for name, run in open_ones.items()}
-        best = _compare(job, candidates).best
-    return wanted[best], open_ones[best]
+        plain = Plain()
+        return Way(plain.name, plain.prepare(gm, *job.arguments), plain.reads_live_weights, plain)
+    fastest = sorted(open_ones, key=lambda name: comparison.timings[name].median)[:_MOST_RACED]
+    runs = {name: as_called(wanted[name], open_ones[name]) for name in fastest}
+    job.progress("timing at other sizes", 0.93)
+    best = _best_on_mix(job, runs)
+    if best == ORIGINAL:
+        return Way(ORIGINAL, job.original, True)
+    return Way(best, open_ones[best], wanted[best].reads_live_weights, wanted[best])
 
 
-def _mixed(job: Job, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that has the whole mix of sizes run, whatever it is given, so that it is timed as one call."""
+def _best_on_mix(job: Job, runs: dict[str, Callable[..., Any]]) -> str:
+    """Which of these takes the least time for the whole mix of sizes, and is not slower than the original at any."""
     calls = (job.inputs, *(job.others.calls if job.others is not None else ()))
-    return lambda *_args, **_kwargs: [call.given_to(run) for call in calls]
+    is_free = job.backend == "auto"
+    if len(runs) < 2 and not is_free:
+        return next(iter(runs))
+    candidates = runs | ({ORIGINAL: job.original} if is_free else {})
+    seconds = _seconds(job) / len(calls)
+    races = [_compare(job, candidates, inputs=call, seconds=seconds, keep=candidates) for call in calls]
+    raced = [name for name in candidates if all(name in race.timings for race in races)]
+    if is_free:
+        raced = [name for name in raced if not any(_is_slower(race, name) for race in races)]
+    return min(raced, key=lambda name: sum(race.timings[name].median for race in races))
+
+
+def _is_slower(race: Comparison, name: str) -> bool:
+    """Whether a way is slower than the original, beyond the noise."""
+    return name != ORIGINAL and race.between(ORIGINAL, name).slower
 
 
 def _executors_for(job: Job) -> tuple[dict[str, Executor], dict[str, str]]:
@@ -167,6 +207,7 @@ def available_executor(name: str, device: torch.device) -> Executor:
 def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, reference: OutputReference) -> Candidates:
     """Prepare the executors, and check the outputs of each."""
     found, padded = Candidates(), PaddedExample(module, job.inputs)
+    dense = with_padding(module) if isinstance(module, GraphModule) else module
     for i, executor in enumerate(most_promising_first(wanted.values(), job.budget.capturing)):
         name = executor.name
         job.progress(f"preparing {name}", 0.9 * i / len(wanted))
@@ -175,7 +216,7 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
             found.left_out[name] = reason
             continue
         try:
-            run = prepare_as_torch(executor, module, *job.arguments)
+            run = _made(job, executor, module if executor.takes_packed else dense)
             output = job.call(run)
             _refuse_layouts(output)
             graded = reference.grade(output)
@@ -194,6 +235,15 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
     return found
 
 
+def _made(job: Job, executor: Executor, module: nn.Module) -> Callable[..., Any]:
+    """What an executor prepares; Ctrl-C need not wait for what is not Python."""
+
+    def prepare() -> Callable[..., Any]:
+        return prepare_as_torch(executor, module, *job.arguments)
+
+    return prepare() if executor.is_python else interruptibly(prepare)
+
+
 def _objection_at_other_sizes(job: Job, executor: Executor, run: Callable[..., Any]) -> str | None:
     """What is wrong at other sizes with what takes any. The graph itself was tried at them before."""
     if job.others is None or not executor.takes_any_size or executor.name == Plain.name:
@@ -205,6 +255,8 @@ def _why_not_now(job: Job, executor: Executor, ready: Collection[str]) -> str | 
     """Why there is no time for an executor."""
     if job.effort == "quick" and executor.name != Plain.name:
         return "effort='default' tries it"
+    if executor.takes_any_size and not executor.is_python and job.others is None:
+        return "sizes are those of the example alone"
     if job.effort != "max" and executor.takes_minutes:
         return "preparing it takes minutes; effort='max' tries it"
     if job.effort != "max" and executor.superseded_by in ready:
@@ -245,16 +297,24 @@ def _try_without_rewrites(job: Job, choice: ExecutorChoice, executor: Executor, 
         return
     choice.rewriting = compared.between(name, _REWRITTEN)
     if choice.rewrites_hinder:
+        if choice.at_any_size is not None and choice.at_any_size.run is choice.run:
+            choice.at_any_size = replace(choice.at_any_size, run=found.ready[name])
         choice.run, choice.grades = found.ready[name], choice.grades | found.grades
 
 
-def _compare(job: Job, candidates: Mapping[str, Callable[..., Any]], keep: Collection[str] = ()) -> Comparison:
+def _compare(
+    job: Job,
+    candidates: Mapping[str, Callable[..., Any]],
+    keep: Collection[str] = (),
+    inputs: CallArguments | None = None,
+    seconds: float | None = None,
+) -> Comparison:
     """Time a few candidates until one is faster beyond the noise. Two rounds of calls that take seconds decide nothing:
     without a time budget there are as many as it needs."""
     return measure_many(
         candidates,
-        job.inputs,
-        time_budget=_seconds(job),
+        inputs or job.inputs,
+        time_budget=seconds or _seconds(job),
         at_least=rounds_needed(_CONFIDENCE) if job.budget.seconds is None else 2,
         until_decided=True,
         confidence=_CONFIDENCE,

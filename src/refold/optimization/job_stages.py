@@ -377,11 +377,10 @@ def _as_called(
 
 def _prepared(job: Job, rewritten: Rewritten, choice: ExecutorChoice, report: Report) -> Prepared:
     way = _way(job, rewritten.gm, choice.name, choice.run, choice.reads_live_weights)
-    other = None
-    if choice.at_any_size is not None:
-        executor, run = choice.at_any_size
-        is_same = run is choice.run
-        other = way if is_same else _way(job, rewritten.gm, executor.name, run, executor.reads_live_weights)
+    other, found = None, choice.at_any_size
+    if found is not None:
+        is_same = found.run is choice.run
+        other = way if is_same else _way(job, rewritten.gm, found.name, found.run, found.reads_live_weights)
     return _put_together(job, rewritten.gm, way, other, report)
 
 
