@@ -81,6 +81,8 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
     an engine with rewrites of its own may do better without: the winner is tried on the unrewritten graph as well.
     `as_called` gives a way to run the module with all that a call of the optimized model does around it: that is timed,
     since it weighs more in short calls than in long ones."""
+    if job.known and (again := _as_before(job, rewritten)) is not None:
+        return again
     wanted, left_out = _executors_for(job)
     found = _prepare(job, wanted, job.model if rewritten.gm is None else rewritten.gm, rewritten.reference)
     left_out |= found.left_out
@@ -108,6 +110,24 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
         choice.at_any_size = _at_any_size(job, rewritten.gm, wanted, found.ready, comparison, as_called)
     if rewritten.is_changed and name not in (ORIGINAL, Plain.name):
         _try_without_rewrites(job, choice, wanted[name], rewritten)
+    return choice
+
+
+def _as_before(job: Job, rewritten: Rewritten) -> ExecutorChoice | None:
+    """The executors that were chosen before; None where the one for the example's sizes is not ready."""
+    wanted = {name: available_executor(name, job.device) for name in job.known}
+    gm, name = rewritten.gm, job.known[0]
+    found = _prepare(replace(job, effort="max"), wanted, job.model if gm is None else gm, rewritten.reference)
+    if name not in found.ready:
+        return None
+    run = found.ready[name]
+    choice = ExecutorChoice(name, run, wanted[name].reads_live_weights, None, found.left_out, found.grades)
+    if job.others is not None and gm is not None:
+        fitting = [each for each in reversed(job.known) if each in found.ready and wanted[each].takes_any_size]
+        plain = Plain()
+        choice.at_any_size = (
+            (wanted[fitting[0]], found.ready[fitting[0]]) if fitting else (plain, plain.prepare(gm, *job.arguments))
+        )
     return choice
 
 
