@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import refold
 from refold import optimize
 from refold.errors import BadExample, RefoldError
 
+PLAIN: dict[str, Any] = {"backend": "plain", "effort": "quick", "progress": False}
 IDS = torch.arange(6).reshape(2, 3)
 X = torch.ones(2, 4)
 
@@ -49,6 +51,36 @@ class Pipeline:
         """Not reached."""
 
 
+class Tokenizer(Pipeline):
+    """What a tokenizer of transformers looks like from outside."""
+
+    model = None
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> None:
+        """Not reached."""
+
+
+class Sentences(nn.Sequential):
+    """A SentenceTransformer: it has its tokenizer inside, and is called with a dict of what that gives."""
+
+    def __init__(self) -> None:
+        inner = nn.Module()
+        inner.auto_model = Text()
+        super().__init__(inner)
+
+    def encode(self, texts: list[str]) -> None:
+        """Not reached."""
+
+    tokenize = encode
+
+
+class NoKernel(nn.Module):
+    """What some operators do in half precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(x)
+
+
 class Encoding(dict[str, Any]):
     """A tokenizer's output is a mapping."""
 
@@ -59,6 +91,17 @@ def text() -> nn.Module:
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval().to(dtype)
+
+
+class Two(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+
+def restored() -> Any:
+    fast = optimize(net(), X, **PLAIN)
+    fast.restore()
+    return fast
 
 
 def quantized() -> nn.Module:
@@ -81,7 +124,24 @@ MISTAKES: dict[str, Case] = {
     "a state dict": (lambda: optimize(net().state_dict(), X), r"load these weights .* with model\.load_state_dict"),
     "a pipeline": (lambda: optimize(Pipeline(), one(IDS)), r"a Pipeline was given; give its model: \.model"),
     "an exported program": (lambda: optimize(torch.export.export(net(), (X,)), X), "give the model that was exported"),
+    "its module": (
+        lambda: optimize(torch.export.export(net(), (X,)).module(), X),
+        "has no eval mode; give the model that was exported",
+    ),
     "a TorchScript module": (lambda: optimize(torch.jit.trace(net(), X), X), "give the model that it was made from"),
+    "a tokenizer": (lambda: optimize(Tokenizer(), one(IDS)), "a Tokenizer was given; give the model that it is for"),
+    "its forward": (lambda: optimize(net().forward, X), "give the model itself, not its forward"),
+    "a file": (lambda: optimize(Path("model.pt"), X), "Path was given; load the model first"),
+    "a list of layers": (lambda: optimize(list(net()), X), "a list was given"),
+    "a compiled function": (lambda: optimize(torch.compile(torch.relu), X), "write it as the forward of one"),
+    "a sentence transformer": (
+        lambda: optimize(Sentences().eval(), one(IDS)),
+        r"give model\[0\]\.auto_model, with a tok",
+    ),
+    "a part optimized already": (
+        lambda: optimize(nn.Sequential(optimize(net(), X, **PLAIN), nn.ReLU()).eval(), X),
+        r"a part of the model, 0, is optimized already; call \.restore\(\)",
+    ),
     "both swapped": (lambda: optimize(X, net()), "the model comes first, the example second"),
     "wrapped by torch.compile": (lambda: optimize(torch.compile(net()), X), r"give what is inside: model\._orig_mod"),
     "a DataParallel": (lambda: optimize(nn.DataParallel(net()), X), r"give what is inside: model\.module"),
@@ -115,15 +175,35 @@ MISTAKES: dict[str, Case] = {
     "on another device": (lambda: optimize(net(), X.to("meta")), "on cpu and the example on meta: move one"),
     "another width": (lambda: optimize(net(), X[:, :3]), r"float32\[2, 3\].* Call the model on it yourself"),
     "unknown words": (lambda: optimize(text(), one(IDS + 10)), "fails on the example .*IndexError"),
+    "a list for the arguments": (
+        lambda: optimize(Two().eval(), [X, X]),
+        "a list, which means several calls; give a tuple",
+    ),
+    "several calls, one of them wrong": (
+        lambda: optimize(text(), [one(IDS), {"input_id": IDS}]),
+        "'input_id' is no argument of it; did you mean 'input_ids'",
+    ),
+    "an empty list": (lambda: optimize(net(), []), "an empty list; give at least one"),
+    "an empty batch": (lambda: optimize(net(), X[:0]), r"without a single row \(float32\[0, 4\]\) shows nothing"),
+    "no kernel for its dtype": (lambda: optimize(NoKernel().eval(), X[:, :2].half()), "try float32 or bfloat16"),
     # the settings
     "an unknown executor": (lambda: optimize(net(), X, backend="onnx"), "no executor called 'onnx'. There are: plain"),
     "an unknown level": (lambda: optimize(net(), X, level="fast"), "level must be one of safe"),
+    "an unknown effort": (lambda: optimize(net(), X, effort="fast"), "effort must be one of quick, default, max"),
+    "unknown sizes": (lambda: optimize(net(), X, sizes="dynamic"), "sizes must be 'open' or 'example', not 'dynamic'"),
+    "padding by a flag": (lambda: optimize(net(), X, padding=True), "padding must be None, or 'zeros'"),
+    "a wrong policy": (lambda: optimize(net(), X, on_fallback="error"), "on_fallback must be one of warn, raise, ign"),
+    "an output that is not there": (
+        lambda: optimize(net(), X, outputs=["logits"], **PLAIN),
+        r"outputs=\['logits'\] selects among several, and the model gives one",
+    ),
     "no time at all": (lambda: optimize(net(), X, time_budget=0), "time_budget must be a positive number"),
     "a class of a rule": (lambda: optimize(net(), X, pipeline=refold.MergeLinears), r"needed: MergeLinears\(\)"),
     "the name of a rule": (lambda: optimize(net(), X, pipeline=["MergeLinears"]), "a str was given"),
     # by hand
     "a rule on a model": (lambda: refold.MergeLinears()(net()), r"Capture it first: gm = refold\.trace"),
     "undo of a model": (lambda: refold.undo(net()), r"Capture it first: gm = refold\.trace"),
+    "preparing what was restored": (lambda: restored().prepare(X), r"call \.refresh\(\) first"),
     "a folder that is not there": (lambda: refold.load("not-there", net()), "not-there is no saved model"),
 }
 
@@ -155,3 +235,18 @@ def test_a_call_that_fails_leaves_the_model_and_the_cause_behind() -> None:
         optimize(model, one(IDS + 10))
     assert isinstance(refused.value.__cause__, IndexError)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_what_is_no_mistake() -> None:
+    """An example that requires gradients, a captured model, one that is half a model in half precision, two tensors as
+    two calls: these are just optimized."""
+    for model, example in (
+        (net(), X.clone().requires_grad_()),
+        (torch.fx.symbolic_trace(net()), X),
+        (net(torch.bfloat16), X.bfloat16()),
+        (net(), [X, X[:1]]),
+    ):
+        call = example[0] if isinstance(example, list) else example
+        with torch.no_grad():
+            expected = model(call)
+            assert torch.equal(optimize(model.eval(), example, **PLAIN)(call), expected)

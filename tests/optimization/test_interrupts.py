@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import refold
-from refold.optimization import optimized_module
+from refold.optimization import variants
 from refold.optimization.optimized_module import OptimizedModule
 from refold.testing.faults import Fault
 from refold.testing.model_faults import ModelFacts, check_job_faults, every_line
@@ -72,7 +72,7 @@ def test_a_restore_that_was_interrupted_can_be_done_again(monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(optimized_module, "undo_below", stop)
+        patch.setattr(variants, "undo_below", stop)
         fast.restore()
     assert fast.restore() is model
     assert model.query.weight.untyped_storage().nbytes() == model.query.weight.nbytes

@@ -117,3 +117,40 @@ def test_what_weights_alone_decide_is_computed_again_when_they_change() -> None:
         expected = model(x)
         assert fast.restore() is model
         assert torch.equal(model(x), expected)
+
+
+class Normed(nn.Module):
+    """Its batch norm is folded: what is prepared holds copies of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.first(x)) * self.second(x)).squeeze(-1)
+
+
+def test_a_model_that_is_trained_is_evaluated_between_epochs() -> None:
+    torch.manual_seed(0)
+    model, x, y = Normed(), torch.randn(64, 8), torch.randn(64)
+    alone = copy.deepcopy(model)
+    fast = optimize(model.eval(), (x[:4],), backend="plain", progress=False)
+    kept, timed = [step.name for step in fast.report.steps if step.status == "kept"], fast.report.timings
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, alone)]
+    for epoch in range(2):
+        for each, optimizer in zip((model, alone), optimizers, strict=True):
+            each.train()
+            for rows, wanted in zip(x.split(32), y.split(32), strict=True):
+                optimizer.zero_grad()
+                (each(rows) - wanted).square().mean().backward()
+                optimizer.step()
+            each.eval()
+        assert fast.refresh(), "weights that were folded have changed"
+        with torch.no_grad():
+            assert torch.allclose(fast(x), alone(x), atol=1e-5)
+        assert fast.report.calls.fast == epoch + 1 and fast.report.calls.original == 0
+    assert [step.name for step in fast.report.steps if step.status == "kept"] == kept
+    assert timed and fast.report.timings == timed, "nothing was timed again"
+    assert fast.restore() is model
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in alone.state_dict().items())

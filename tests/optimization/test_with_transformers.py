@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (*SPECIAL, "the", "a", "cat", "dog", "sat", "is", "it", "good", ".", "paris", "in", "lives", "mary")
 TEXTS = ["the cat sat", "mary lives in paris . it is good .", "a dog"]
+LETTERS = ("<pad>", "<s>", "</s>", "<unk>", "|", "A", "B", "C")
+PLAIN: dict[str, Any] = {"backend": "plain", "effort": "quick", "progress": False}
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_labels": 3}
 
 TASKS: dict[str, tuple[str, list[str]]] = {
@@ -74,16 +78,57 @@ def test_a_pipeline_uses_it_for_every_batch(task: str, tokenizer: Any, caplog: p
     assert plain(found) == pytest.approx(plain(expected), abs=1e-5)
 
 
+@pytest.mark.usefixtures("nothing_fell_back")
 def test_an_image_pipeline_uses_it() -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install Pillow")
     config = transformers.ViTConfig(image_size=16, patch_size=8, **SMALL)
     model = transformers.ViTForImageClassification(config).eval()
-    images = torch.rand(3, 3, 16, 16)
-    fast = refold.optimize(
-        model, {"pixel_values": images}, pipeline=[refold.MergeLinears()], backend="plain", on_fallback="raise"
-    )
+    processor = transformers.ViTImageProcessorPil(size={"height": 16, "width": 16})
+    images = [image.effect_noise((20, 18), sigma).convert("RGB") for sigma in (20, 50, 90)]
+    expected = transformers.pipeline("image-classification", model=model, image_processor=processor)(images)
+    example = dict(processor(images[:2], return_tensors="pt"))
+    fast: Any = refold.optimize(model, example, pipeline=[refold.MergeLinears()], **PLAIN)
+    pipe = transformers.pipeline("image-classification", model=fast, image_processor=processor)
+    assert plain(pipe(images, batch_size=2)) == pytest.approx(plain(expected), abs=1e-5)
+    assert (fast.report.calls.fast, fast.report.calls.original) == (2, 0)
+
+
+@pytest.mark.usefixtures("nothing_fell_back")
+def test_a_speech_pipeline_uses_it_for_padded_batches(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
+    around = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
+    config = transformers.Wav2Vec2Config(vocab_size=8, pad_token_id=0, **convolutions, **around, **SMALL)
+    model = transformers.Wav2Vec2ForCTC(config).eval()
+    extractor = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True)
+    (tmp_path / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(LETTERS)}))
+    parts = {
+        "feature_extractor": extractor,
+        "tokenizer": transformers.Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json")),
+    }
+    sounds = [torch.randn(length).numpy() for length in (800, 1200, 500)]
+    task = "automatic-speech-recognition"
+    expected = transformers.pipeline(task, model=model, **parts)(sounds, batch_size=2)
+    example = dict(extractor(sounds[:2], padding=True, return_tensors="pt", sampling_rate=16000))
+    fast: Any = refold.optimize(model, example, pipeline=[refold.MergeLinears()], **PLAIN)
+    assert transformers.pipeline(task, model=fast, **parts)(sounds, batch_size=2) == expected
+    assert (fast.report.calls.fast, fast.report.calls.original) == (2, 0)
+
+
+@pytest.mark.usefixtures("nothing_fell_back")
+def test_a_model_that_answers_questions_is_used(tokenizer: Any) -> None:
+    """transformers 5 has no pipeline for it: the tokenizer puts question and text together."""
+    model = made("BertForQuestionAnswering")
+    asked = [("is it good", "the cat sat . it is good ."), ("paris", "mary lives in paris")]
+    batch = dict(tokenizer(*map(list, zip(*asked, strict=True)), padding=True, return_tensors="pt"))
+    fast: Any = refold.optimize(model, batch, pipeline=[refold.MergeLinears()], **PLAIN)
+    one = dict(tokenizer(*asked[1], return_tensors="pt"))
     with torch.no_grad():
-        found, expected = (m(pixel_values=images[:2]).logits for m in (fast, model))
-    assert torch.allclose(found, expected, atol=1e-5) and fast.report.calls.fast == 1
+        for call in (batch, one):
+            found, expected = fast(**call), model(**call)
+            assert torch.allclose(found.start_logits, expected.start_logits, atol=1e-5)
+            assert torch.allclose(found.end_logits, expected.end_logits, atol=1e-5)
+    assert fast.report.calls.fast + fast.report.calls.original == 2 and not fast.notes
 
 
 def plain(value: Any) -> list[Any]:

@@ -44,7 +44,7 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Way:
+class ReadyExecutor:
     """One way to run a model, and the executor that prepared it: None for the original."""
 
     name: str
@@ -65,7 +65,7 @@ class ExecutorChoice:
     grades: dict[str, str] = field(default_factory=dict)
     rewriting: Measurement | None = None
     """The chosen executor without the rewrites, against itself with them."""
-    at_any_size: Way | None = None
+    at_any_size: ReadyExecutor | None = None
     """What runs calls of other sizes than the example's."""
 
     def prepare_again(self, module: nn.Module, job: Job) -> None:
@@ -96,6 +96,8 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
     an engine with rewrites of its own may do better without: the winner is tried on the unrewritten graph as well.
     `as_called` gives a way to run the module with all that a call of the optimized model does around it: that is timed,
     since it weighs more in short calls than in long ones."""
+    if job.known and (again := _as_before(job, rewritten)) is not None:
+        return again
     wanted, left_out = _executors_for(job)
     found = _prepare(job, wanted, job.model if rewritten.gm is None else rewritten.gm, rewritten.reference)
     left_out |= found.left_out
@@ -143,6 +145,31 @@ def _is_level(comparison: Comparison, name: str, other: str) -> bool:
     return other in comparison.timings and not comparison.between(other, name).faster
 
 
+def _as_before(job: Job, rewritten: Rewritten) -> ExecutorChoice | None:
+    """The executors that were chosen before; None where the one for the example's sizes is not ready."""
+    wanted = {name: available_executor(name, job.device) for name in job.known}
+    gm, name = rewritten.gm, job.known[0]
+    found = _prepare(replace(job, effort="max"), wanted, job.model if gm is None else gm, rewritten.reference)
+    if name not in found.ready:
+        return None
+    run = found.ready[name]
+    choice = ExecutorChoice(name, run, wanted[name].reads_live_weights, None, found.left_out, found.grades)
+    if job.others is not None and gm is not None:
+        fitting = [each for each in reversed(job.known) if each in found.ready and wanted[each].takes_any_size]
+        best = fitting[0] if fitting else None
+        choice.at_any_size = _plainly(job, gm) if best is None else ready_executor(wanted[best], found.ready[best])
+    return choice
+
+
+def ready_executor(executor: Executor, run: Callable[..., Any]) -> ReadyExecutor:
+    """An executor with what it has prepared."""
+    return ReadyExecutor(executor.name, run, executor.reads_live_weights, executor)
+
+
+def _plainly(job: Job, gm: nn.Module) -> ReadyExecutor:
+    return ready_executor(Plain(), Plain().prepare(gm, *job.arguments))
+
+
 def _at_any_size(
     job: Job,
     gm: nn.Module,
@@ -150,20 +177,19 @@ def _at_any_size(
     ready: Mapping[str, Callable[..., Any]],
     comparison: Comparison,
     as_called: AsCalled,
-) -> Way:
+) -> ReadyExecutor:
     """What runs calls of other sizes: the fastest on the mix of sizes, of those that take any; the original where that
     is faster, if only at one of the sizes."""
     open_ones = {name: run for name, run in ready.items() if wanted[name].takes_any_size and name in comparison.timings}
     if not open_ones:
-        plain = Plain()
-        return Way(plain.name, plain.prepare(gm, *job.arguments), plain.reads_live_weights, plain)
+        return _plainly(job, gm)
     fastest = sorted(open_ones, key=lambda name: comparison.timings[name].median)[:_MOST_RACED]
     runs = {name: as_called(wanted[name], open_ones[name]) for name in fastest}
     job.progress("timing at other sizes", 0.93)
     best = _best_on_mix(job, runs)
     if best == ORIGINAL:
-        return Way(ORIGINAL, job.original, True)
-    return Way(best, open_ones[best], wanted[best].reads_live_weights, wanted[best])
+        return ReadyExecutor(ORIGINAL, job.original, True)
+    return ready_executor(wanted[best], open_ones[best])
 
 
 def _best_on_mix(job: Job, runs: dict[str, Callable[..., Any]]) -> str:

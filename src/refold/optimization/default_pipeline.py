@@ -18,6 +18,7 @@ from refold.transformations.fuse_activations import FuseActivations
 from refold.transformations.fuse_attention import FuseAttention
 from refold.transformations.merge_convolutions import MergeConvolutions
 from refold.transformations.merge_linears import MergeLinears
+from refold.transformations.merge_lora import MergeLora
 from refold.transformations.pool_by_mean import PoolByMean
 from refold.transformations.remove_no_ops import RemoveNoOps
 from refold.transformations.remove_padding import RemovePadding
@@ -45,6 +46,7 @@ def default_pipeline(level: str = "default") -> tuple[Transformation, ...]:
         SplitUpsampling(),
         PoolByMean(),
         SelectEarly(),
+        MergeLora(),
         MergeLinears(),
         MergeConvolutions(),
         ChannelsLast(),

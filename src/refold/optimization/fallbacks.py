@@ -20,7 +20,7 @@ from refold.report.data import Calls
 OnFallback = Literal["warn", "raise", "ignore"]
 LOG = logging.getLogger("refold")
 _MOST_REASONS = 20
-_WAY_OUT = "Optimize with such a call as the example, or say on_fallback='ignore'"
+_WAY_OUT = "Give such a call to .prepare(...) once, or say on_fallback='ignore'"
 _AGAIN = "Call .refresh()"
 _OURS_AND_TORCH = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *torch.__path__))
 

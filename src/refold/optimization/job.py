@@ -42,6 +42,9 @@ class Job:
     """"zeros" where nobody reads outputs at padding."""
     zeroed: ZeroedOutputs | None = None
     """The outputs that are zeros at padding on every way."""
+    known: tuple[str, ...] = ()
+    """The executors that were chosen before, for the example's sizes and for others: these are prepared, and no race is
+    run where the first of them is ready."""
     others: OtherSizes | None = None
     """Calls of other sizes, that the user gave or that were drawn; None where the graph takes the example's alone."""
     cache: CacheFolder | None = None

@@ -26,7 +26,7 @@ from refold.optimization.decision import Decision, digest_of_graph
 from refold.optimization.default_pipeline import chosen_pipeline, usual_for
 from refold.optimization.determinism import why_not_comparable, why_stateful
 from refold.optimization.fallbacks import Fallbacks
-from refold.optimization.first_checks import check_model
+from refold.optimization.first_checks import check_model, first_call, takes
 from refold.optimization.headroom import headroom
 from refold.optimization.inventory import Inventory, names_of
 from refold.optimization.job import Job
@@ -42,6 +42,7 @@ from refold.optimization.selected_outputs import SelectedOutputs
 from refold.optimization.sizes import OtherSizes, draw_calls, has_open_sizes, size_notes
 from refold.optimization.spelling import Spelling
 from refold.optimization.steps import Rewritten, rewrite
+from refold.optimization.variants import MOST_KINDS, sorted_by_kind
 from refold.optimization.watch import Watch, read_in_eval
 from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
 from refold.record.copies import shared_copy
@@ -126,9 +127,11 @@ def _optimized(
     fallbacks = Fallbacks(on_fallback)
     transformations = chosen_pipeline(level, pipeline)
     chosen = None if outputs is None else SelectedOutputs(tuple(outputs))
-    inputs, others = _calls(model, example_inputs)
+    (inputs, *others), *further = sorted_by_kind(model, _calls(model, example_inputs))
     if pipeline is None:
         transformations = usual_for(transformations, inputs.device(model), effort)
+    for call, *_ in further:
+        first_call(model, call.copy())  # what fails, fails before the long work
 
     def work() -> OptimizedModule:
         with shown(progress) as report_to:
@@ -136,10 +139,15 @@ def _optimized(
             budget = Budget.usual(model, inputs.device(model), effort) if usual else Budget(time_budget)
             how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
             job = Job(model, inputs, *how, cache=cache_of_user() if cache else None, given=given)
-            later = replace(job, progress=silent, given=None)
-            by = Preparation(later, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
+            by = Preparation(job, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
             select = chosen.of if chosen is not None else None
-            return OptimizedModule(model, _prepare(job, others), by, select, fallbacks)
+            prepared, later = by.first(), replace(by, job=replace(job, progress=silent, given=None))
+            fast = OptimizedModule(model, prepared, later, select, fallbacks)
+            is_other = prepared.graph_module is not None and job.open_sizes
+            refused = [[call] for call in others if is_other and prepared.why_not(call) is not None]
+            for calls in (*further, *refused)[: MOST_KINDS - 1]:
+                fast.prepare_calls(calls)
+            return fast
 
     return all_or_nothing(model, work)
 
@@ -155,21 +163,17 @@ def _check_settings(sizes: str, effort: str, time_budget: float | None, padding:
         raise RefoldError(f"padding must be None, or 'zeros' for outputs that are not read there, not {padding!r}.")
 
 
-def _calls(model: nn.Module, example_inputs: Any) -> tuple[CallArguments, list[CallArguments]]:
-    """The example, and the other calls that were given, in the spelling of the example."""
+def _calls(model: nn.Module, example_inputs: Any) -> list[CallArguments]:
+    """The calls that were given."""
     given = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     if not given:
         raise BadExample("example_inputs is an empty list; give at least one dict, tuple or tensor.")
-    first, *others = (CallArguments.of(each).checked() for each in given)
-    spelling = Spelling(model.forward, first.args, first.kwargs)
-    try:
-        spec = InputSpec.of(first.args, first.kwargs, open_sizes=True)
-        found = [CallArguments(*spelling.of(call.args, call.kwargs)) for call in others]
-        for call in found:
-            spec.tensors(call.args, call.kwargs)
-    except UnsupportedInput as unsupported:
-        raise BadExample(f"the calls in example_inputs may differ in their sizes only. {unsupported}") from None
-    return first, found
+    if len(given) > 1 and all(isinstance(each, torch.Tensor) for each in given) and not takes(model, 1):
+        raise BadExample("example_inputs is a list, which means several calls; give a tuple for the arguments of one.")
+    calls = [CallArguments.of(each).checked() for each in given]
+    if calls[0].tensors and all(0 in tensor.shape for tensor in calls[0].tensors):
+        raise BadExample(f"an example without a single row ({calls[0].described()}) shows nothing; give a real one.")
+    return calls
 
 
 def _prepare(job: Job, others: Sequence[CallArguments]) -> Prepared:

@@ -114,7 +114,7 @@ class Keeper:
             steps,
             choice.name,
             choice.rewrites_hinder and bool(history(gm)),
-            None if choice.at_any_size is None else choice.at_any_size[0].name,
+            None if choice.at_any_size is None else choice.at_any_size.name,
             report,
             self._open_rounds(choice) if goes_on else (),
             tuple(late) if goes_on else (),

@@ -8,22 +8,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from refold.capture.exclusive import alone
+from refold.call_arguments import CallArguments
+from refold.errors import RefoldError
 from refold.executors import UnsupportedInput
 from refold.fx_private import is_observed
 from refold.optimization.fallbacks import Fallbacks
+from refold.optimization.model_methods import bound_to
 from refold.optimization.place import Place
 from refold.optimization.preparation import Preparation
 from refold.optimization.prepared import Call, Prepared
 from refold.optimization.sizes import has_small_size
-from refold.record.reversal import undo_below
-from refold.record.stack import history
+from refold.optimization.variants import Kind, further_kind, refreshed, undo_all
+from refold.optimization.zeroed_outputs import ZeroedOutputs
 from refold.report.document import Report
 from refold.wording import one_line
 
@@ -38,6 +40,15 @@ _MOVES = ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")
 _MOVED = "moved or cast since it was optimized: "
 _IS_CARRIED = f"{_MOVED}the next call makes the rewritten graph anew, and calls run that; .refresh() prepares the rest"
 _IS_GIVEN_UP = f"{_MOVED}runs the original; call refold.optimize again"
+
+
+class _Refusal(NamedTuple):
+    """Why a call does not run the way that was prepared for one kind of calls."""
+
+    took_arguments: bool
+    reason: str
+    prepared: Prepared
+    tensors: list[torch.Tensor]
 
 
 class OptimizedModule(nn.Module):
@@ -65,6 +76,7 @@ class OptimizedModule(nn.Module):
         hidden["prepared"] = prepared
         hidden["_zeroed"] = prepared.zeroed
         hidden["_preparation"] = preparation
+        hidden["_variants"] = []  # further kinds of calls
         hidden["_carried"] = None  # after a move: the rewrites that the next call makes anew
         hidden["_lock"] = threading.Lock()
         hidden["_select"] = select
@@ -84,19 +96,24 @@ class OptimizedModule(nn.Module):
             return self._run_original("it was restored", args, kwargs, is_expected=True)
         if self.original.training:
             return self._run_original("the model is in training mode", args, kwargs, is_expected=True)
-        tensors: list[torch.Tensor] = []
-        try:
-            call = prepared.checked(args, kwargs)
-            tensors = call[0]
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-                return self._run_original("gradients of an input are asked for", args, kwargs, is_expected=True)
-            output = self._run_fast(prepared, call)
-        except UnsupportedInput as unsupported:  # nothing was done that can be seen outside
-            reason = str(unsupported)
-        else:
-            self._fallbacks.count_fast()
-            return output
-        return self._run_original(reason, args, kwargs, is_expected=has_small_size(tensors, prepared.example))
+        refusals: list[_Refusal] = []
+        further = [variant.prepared for variant in self._variants if variant.prepared is not None]
+        for kind in (prepared, *further):
+            tensors: list[torch.Tensor] | None = None
+            try:
+                call = kind.checked(args, kwargs)
+                tensors = call[0]
+                if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+                    return self._run_original("gradients of an input are asked for", args, kwargs, is_expected=True)
+                output = self._run_fast(kind, call)
+            except UnsupportedInput as unsupported:  # nothing was done that can be seen outside
+                refusals.append(_Refusal(tensors is not None, str(unsupported), kind, tensors or []))
+            else:
+                self._fallbacks.count_fast()
+                return output
+        why = max(refusals, key=lambda refusal: refusal.took_arguments)  # the first of them knows best
+        is_expected = has_small_size(why.tensors, why.prepared.example)
+        return self._run_original(why.reason, args, kwargs, is_expected=is_expected, zeroed=why.prepared.zeroed)
 
     @staticmethod
     def _run_fast(prepared: Prepared, call: Call) -> Any:
@@ -105,11 +122,20 @@ class OptimizedModule(nn.Module):
         with torch.no_grad():
             return prepared.run(call)
 
-    def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_expected: bool) -> Any:
+    def _run_original(
+        self,
+        reason: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_expected: bool,
+        zeroed: ZeroedOutputs | None = None,
+    ) -> Any:
         self._note(f"ran the original: {reason}")
         self._fallbacks.count(reason, is_expected=is_expected)
         result = self.original(*args, **kwargs)
-        return result if self._zeroed is None else self._zeroed.of(result, args, kwargs)
+        zeroed = zeroed or self._zeroed
+        return result if zeroed is None else zeroed.of(result, args, kwargs)
 
     def _carry_on(self) -> Prepared | None:
         """After a move, the rewritten graph where the model is now; None where it cannot be made, or not by now."""
@@ -119,6 +145,8 @@ class OptimizedModule(nn.Module):
             if self._carried is not None:
                 self.__dict__["prepared"] = self._preparation.plainly(self._carried)
                 self.__dict__["_carried"] = None
+                for variant in self._variants:
+                    variant.prepared = variant.preparation.plainly(variant.rewrites)
         except Exception as error:
             self.__dict__["_carried"] = None
             self._give_up(f"{_MOVED}runs the original, because {one_line(error, 300)}")
@@ -140,8 +168,10 @@ class OptimizedModule(nn.Module):
     @property
     def report(self) -> Report:
         """Everything that was tried, kept and measured."""
+        is_gone = self.prepared is None and self._carried is None
         built = self._last_report if self.prepared is None else self.prepared.report
-        return replace(built, notes=(*built.notes, *self.notes), calls=self._fallbacks.calls())
+        notes = (*built.notes, *(variant.note for variant in self._variants if not is_gone), *self.notes)
+        return replace(built, notes=notes, calls=self._fallbacks.calls())
 
     @property
     def fallbacks(self) -> Counter[str]:
@@ -153,30 +183,60 @@ class OptimizedModule(nn.Module):
         """The rewritten graph, with its history."""
         return None if self.prepared is None else self.prepared.graph_module
 
+    def prepare(self, *args: Any, **kwargs: Any) -> OptimizedModule:
+        """Prepare for calls like this one, too: with other switches (`output_hidden_states=True`), without an argument,
+        in another dtype, under the autocast that is on now. Other sizes need no such thing."""
+        if self.original.training:
+            raise RefoldError("the model is in training mode; call .eval() first: optimizing is for inference.")
+        if self._carried is not None:
+            self._carry_on()
+        if self.prepared is None or self._preparation is None:
+            raise RefoldError("nothing is prepared for this model any more; call .refresh() first.")
+        self.prepare_calls([CallArguments(args, kwargs).checked()])
+        return self
+
+    def prepare_calls(self, calls: list[CallArguments]) -> None:
+        """Prepare for calls of one kind, which differ in their sizes only."""
+        found = further_kind(self._kinds, calls)
+        if found is not None:
+            self._variants.append(found)
+
+    @property
+    def _kinds(self) -> list[Kind]:
+        return [Kind(self._preparation, self.prepared), *self._variants]
+
     def refresh(self) -> list[str]:
         """Capture the model again, compare it with what was prepared, and prepare anew where it has changed. The
         sentences say what has; none where nothing has."""
         if self._preparation is None:
             return []
-        prepared, changes = self._preparation.again(self.prepared)
+        found, changes = refreshed(self._kinds)
+        prepared, *further = found
+        for variant, its in zip(self._variants, further, strict=True):
+            variant.prepared = its
         self.__dict__.update(prepared=prepared, _zeroed=prepared.zeroed, _carried=None)
-        return list(changes)
+        return changes
 
     def restore(self) -> nn.Module:
         """Undo everything and give the original model back, bit for bit."""
         prepared = self.prepared
+        undo_all([prepared, *(variant.prepared for variant in self._variants)])
         if prepared is not None:
-            gm = prepared.graph_module
-            if gm is not None and history(gm):
-                alone(lambda: undo_below(gm))
             self.__dict__.update(_last_report=prepared.report, prepared=None)  # last: it can be done again
+        for variant in self._variants:
+            variant.rewrites = variant.prepared.rewrites if variant.prepared is not None else variant.rewrites
+            variant.prepared = None
         self.__dict__["_carried"] = None
         return self.original
 
     # --- being the original ----------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["original"], name)
+        return bound_to(self, self.__dict__["original"], name, self._say_once)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self._give_up(sentence)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """The original gets it; what was built from the original cannot know what difference it makes."""

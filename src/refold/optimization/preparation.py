@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule
 
@@ -18,8 +18,8 @@ from refold.optimization.inventory import Inventory
 from refold.optimization.job import Job
 from refold.optimization.place import Place
 from refold.optimization.prepared import Prepared
-from refold.record.reversal import undo_below
-from refold.record.stack import history
+from refold.optimization.surroundings import Surroundings
+from refold.optimization.watch import WEIGHTS_CHANGED
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,39 @@ class Preparation:
     prepare: Callable[[Job, Sequence[CallArguments]], Prepared]
     capture: Callable[[Job], GraphModule | str]
 
-    def again(self, prepared: Prepared | None) -> tuple[Prepared, list[str]]:
-        """What is prepared for the model as it is now, and what is different from when it was prepared."""
+    surroundings: Surroundings = field(default_factory=Surroundings.now)
+    """What was switched on around the call."""
+
+    def for_calls(self, calls: Sequence[CallArguments]) -> Preparation:
+        """The same for calls of another kind, given where the model is now and with what is switched on now."""
+        first, *others = calls
+        job = replace(self.job, inputs=first)
+        return replace(self, job=job, others=others, place=Place.of(job.model), surroundings=Surroundings.now())
+
+    def first(self) -> Prepared:
+        """What is prepared at first, with everything that is tried."""
+        with self.surroundings.entered():
+            return self.prepare(self.job, self.others)
+
+    def anew(self, before: Prepared | None, *, is_quick: bool = False) -> Prepared:
+        """What is prepared for the model as it is now, by the executor that was chosen before; quickly, with the
+        rewrites that were kept before, and nothing is measured against anything."""
         job, others = self._here()
-
-        def work() -> tuple[Prepared, list[str]]:
-            changes = self._changes(job, prepared)
-            if prepared is not None and not changes:
-                return prepared, []
-            if prepared is not None and prepared.graph_module is not None and history(prepared.graph_module):
-                undo_below(prepared.graph_module)
-            return self.prepare(job if prepared is None else _as_before(job, prepared), others), changes
-
-        return all_or_nothing(job.model, work)
+        if before is not None:
+            job = _as_before(job, before)
+        if before is not None and is_quick:
+            kept = tuple(each for each in job.pipeline if each.signature in before.rewrites)
+            job = replace(job, pipeline=kept, effort="quick")
+        with self.surroundings.entered():
+            return self.prepare(job, others)
 
     def plainly(self, kept: Collection[int]) -> Prepared:
         """The plain graph of the model as it is now, with the rewrites of these signatures, in a few seconds."""
         job, others = self._here()
         pipeline = tuple(each for each in job.pipeline if each.signature in kept)
         job = replace(job, pipeline=pipeline, backend=Plain.name, effort="quick", cache=None)
-        prepared = replace(all_or_nothing(job.model, lambda: self.prepare(job, others)), is_for_now=True)
+        with self.surroundings.entered():
+            prepared = replace(all_or_nothing(job.model, lambda: self.prepare(job, others)), is_for_now=True)
         if prepared.graph_module is None:
             raise RefoldError(" ".join(prepared.report.notes))
         return prepared
@@ -71,13 +84,17 @@ class Preparation:
         pipeline = usual_for(default_pipeline(job.level), device, job.effort) if self.is_usual else job.pipeline
         return replace(job, inputs=inputs, budget=budget, pipeline=pipeline), others
 
-    def _changes(self, job: Job, prepared: Prepared | None) -> list[str]:
+    def changes(self, prepared: Prepared | None) -> list[str]:
         """What is different in the model: what is checked at every call, and what a capture and the weights' bits
-        show."""
+        show. Where weights were changed in place, that is enough to know."""
         if prepared is None or prepared.is_for_now:
             return ["it was restored, moved or given up"]
-        reasons = [reason for way in prepared.ways if (reason := way.watch.why_changed()) is not None]
-        captured = self.capture(job)
+        reasons = prepared.reasons()
+        if reasons == [WEIGHTS_CHANGED]:
+            return reasons
+        job, _ = self._here()
+        with self.surroundings.entered():
+            captured = self.capture(job)
         before = prepared.inventory
         if before is None or isinstance(captured, str):
             return reasons + ([] if (before is None) == isinstance(captured, str) else ["whether it can be captured"])
@@ -86,7 +103,7 @@ class Preparation:
 
 
 def _as_before(job: Job, prepared: Prepared) -> Job:
-    """A job for the executor that was chosen, where it was: then no other is tried."""
-    known = prepared.at_example.executor
-    is_free = job.backend != "auto" or prepared.is_for_now or known == ORIGINAL
-    return job if is_free else replace(job, backend=known)
+    """A job for the executors that were chosen, where they were: then no others are tried."""
+    ways = (prepared.at_example, prepared.at_any_size or prepared.at_example)
+    names = tuple(dict.fromkeys(way.executor for way in ways))
+    return job if prepared.is_for_now or ORIGINAL in names else replace(job, known=names, cache=None)

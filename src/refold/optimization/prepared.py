@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from refold.call_arguments import CallArguments
 from refold.executors import Checked, InputSpec, UnsupportedInput, run_checked
 from refold.optimization.decision import Decision
 from refold.optimization.inventory import Inventory
@@ -18,6 +19,7 @@ from refold.optimization.watch import Watch
 from refold.optimization.zeroed_outputs import ZeroedOutputs
 from refold.report.document import Report
 
+_ONE_SIZE = "It was prepared for the sizes of its example alone."
 Call = tuple[list[torch.Tensor], tuple[Any, ...], dict[str, Any]]
 """The tensors of a call, and its positional and keyword arguments in the example's spelling."""
 
@@ -84,7 +86,23 @@ class Prepared:
 
     def is_current(self) -> bool:
         """Whether the model is what it was, as far as a call checks that."""
-        return all(way.watch.why_changed() is None for way in self.ways)
+        return not self.reasons()
+
+    def reasons(self) -> list[str]:
+        """Why the model is not what it was, as far as a call checks that; none if it is."""
+        found = (way.watch.why_changed() for way in self.ways)
+        return list(dict.fromkeys(reason for reason in found if reason is not None))
+
+    def why_not(self, call: CallArguments) -> str | None:
+        """Why a call is not one of those that this is for; None if it is."""
+        try:
+            tensors, args, kwargs = self.checked(call.args, call.kwargs)
+        except UnsupportedInput as unsupported:
+            return str(unsupported)
+        if self.refusal is not None and (reason := self.refusal(args, kwargs)) is not None:
+            return reason
+        is_own_size = tuple([tensor.shape for tensor in tensors]) == self.example
+        return None if is_own_size or self.at_any_size is not None else _ONE_SIZE
 
     def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call that was found to be one of those that this is for; else `UnsupportedInput` says why not."""
@@ -104,7 +122,7 @@ class Prepared:
                 if other is None:
                     raise  # else it may hold copies of weights where the other reads them
         if other is None:
-            raise UnsupportedInput("It was prepared for the sizes of its example alone.")
+            raise UnsupportedInput(_ONE_SIZE)
         return other.run_checked(tensors, args, kwargs)
 
 

@@ -19,7 +19,7 @@ from refold.executors import Executor, Plain, executor_named
 from refold.executors.catalogue import why_unavailable
 from refold.executors.meaning import prepare_as_torch
 from refold.nested import same_leaves
-from refold.optimization.choice import ORIGINAL, ExecutorChoice, available_executor
+from refold.optimization.choice import ORIGINAL, ExecutorChoice, ReadyExecutor, available_executor, ready_executor
 from refold.optimization.decision import Decision, digest_of_graph
 from refold.optimization.expectations import expected_of, why_not_in_time
 from refold.optimization.job import Job
@@ -181,10 +181,12 @@ def _prepared_as_decided(job: Job, rewritten: Rewritten, decision: Decision, tri
         if name != Plain.name or decision.runs_unrewritten:  # else it runs the graph itself
             trial.check(run, name, at_example=not executor.takes_any_size)
     choice = ExecutorChoice(name, run, executor is None or executor.reads_live_weights)
-    if decision.at_any_size is not None:
+    if decision.at_any_size == ORIGINAL:
+        choice.at_any_size = ReadyExecutor(ORIGINAL, job.original, True)
+    elif decision.at_any_size is not None:
         other = available_executor(decision.at_any_size, job.device)
         is_same = decision.at_any_size == name and not decision.runs_unrewritten
-        choice.at_any_size = other, run if is_same else _prepared_for_any_size(job, gm, other, trial)
+        choice.at_any_size = ready_executor(other, run if is_same else _prepared_for_any_size(job, gm, other, trial))
     return choice
 
 

@@ -67,6 +67,13 @@ class Spelling:
             raise UnsupportedInput(known)
         return known.of(args, kwargs)
 
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call in the example's spelling, by their names."""
+        given = (*args, *kwargs.values())
+        keys = (*range(self._positional), *self._names)
+        by_key = dict(zip(keys, given, strict=True))
+        return by_key if self._own is None else {name: by_key[key] for name, key in self._own.items()}  # type: ignore[misc,return-value]
+
     def _translation(self, positional: int, names: tuple[str, ...]) -> _Translation | str:
         theirs = _places(self._signature, positional, names)
         if self._own is None or theirs is None:

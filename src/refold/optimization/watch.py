@@ -42,6 +42,8 @@ _HOOKS_OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _HARMLESS = ("transformers.", "refold.")  # hooks that read hidden states and stay; hooks by which calls wait
 _ADAPTER_STATE = ("active_adapter", "active_adapters", "disable_adapters", "merged_adapters")  # as PEFT names them
 
+WEIGHTS_CHANGED = "weights of the original were changed since it was optimized"
+
 _training = attrgetter("training")
 _tables_in = itemgetter(*_TABLES)
 _values = methodcaller("values")
@@ -94,7 +96,7 @@ class Watch:
     def why_changed(self) -> str | None:
         """Why the model is not what it was; None if it is."""
         if not self._has_same_weights():
-            return "weights of the original were changed since it was optimized"
+            return WEIGHTS_CHANGED
         has_same_tables = all(map(is_, chain.from_iterable(map(_tables_in, self._attributes)), self._tables))
         if not (has_same_tables and self._parts.are_same()):
             return "a parameter, buffer or module of the original was replaced since it was optimized"
@@ -112,7 +114,8 @@ class Watch:
         return fx_private.versions_of(self._copied) == self._versions
 
     def _states_of_adapters(self) -> list[Any]:
-        return [getattr(module, name, None) for module, name in self._adapters]
+        states = (getattr(module, name, None) for module, name in self._adapters)
+        return [[state] if isinstance(state, str) else state for state in states]  # PEFT gives one name in either form
 
     def _follow_moved_weights(self) -> None:
         """Accept other addresses. Memory that was shared is a copy from now on; a copy of the same values is still

@@ -26,6 +26,7 @@ from refold.graph.view import Call
 from refold.record import call_notes
 from refold.rewrite.recorded_values import RecordedValues, copy_place
 from refold.weights import Concatenate, Operation, Tensors
+from refold.weights.joint_memory import joint_memory
 from refold.weights.maps import MapRecord, TensorSpec, WeightMap, apply_map, constant_record
 
 aten = torch.ops.aten
@@ -184,12 +185,15 @@ class Editor:
         return self.call(before, target, *args, **kwargs)
 
     def _concatenate(self, calls: list[Call], role: str, name: str) -> nn.Parameter:
-        """The joint tensor of one role. The originals become views of it at once, so that memory is never doubled."""
+        """The joint tensor of one role. The originals become views of it at once, so that memory is never doubled; and
+        if they are views of such a one already, for another graph of the same model, it is that one's memory."""
         operands = [call.operands[role] for call in calls]
         sources = {str(i): operand.name for i, operand in enumerate(operands)}
         dim = calls[0].out_axis if role == "weight" else 0
         widths = tuple(call.width for call in calls)
         whole = self.map_weights(Concatenate(widths, dim), sources, {"whole": name})["whole"]
+        if dim == 0 and (joint := joint_memory([operand.tensor for operand in operands])) is not None:
+            whole = joint
         parts = whole.split(list(widths)) if dim == 0 else ()  # columns do not lie together in memory
         for operand, part in zip(operands, parts, strict=False):
             if not operand.tensor.is_inference() and not operand.tensor.is_meta:
