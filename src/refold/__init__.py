@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from refold.conversion.planning import plan
     from refold.measurement.timing import measure
     from refold.optimization.job_stages import optimize
+    from refold.optimization.training_forward import train_without_padding
     from refold.saving import load, save
     from refold.verification.verdicts import Verification
     from refold.verification.verifier import verify
@@ -75,6 +76,7 @@ _LOADED_WHEN_USED = {
     "measure": "refold.measurement.timing",
     "plan": "refold.conversion.planning",
     "optimize": "refold.optimization.job_stages",
+    "train_without_padding": "refold.optimization.training_forward",
     "load": "refold.saving",
     "save": "refold.saving",
     "verify": "refold.verification.verifier",
@@ -168,6 +170,7 @@ __all__ = [
     "save",
     "symbolic_trace",
     "trace",
+    "train_without_padding",
     "undo",
     "unread_parameters",
     "verify",
