@@ -39,6 +39,8 @@ class Job:
     """"zeros" where nobody reads outputs at padding."""
     zeroed: ZeroedOutputs | None = None
     """The outputs that are zeros at padding on every way."""
+    max_memory: int | None = None
+    """The bytes that a way to run the model may hold beside it and need during a call; None for no bound."""
     others: OtherSizes | None = None
     """Calls of other sizes, that the user gave or that were drawn; None where the graph takes the example's alone."""
 

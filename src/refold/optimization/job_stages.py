@@ -27,6 +27,7 @@ from refold.optimization.first_checks import check_model
 from refold.optimization.headroom import headroom
 from refold.optimization.inventory import Inventory, names_of
 from refold.optimization.job import Job
+from refold.optimization.memory import as_bytes
 from refold.optimization.optimized_module import OptimizedModule
 from refold.optimization.place import Place
 from refold.optimization.preparation import Preparation
@@ -38,6 +39,7 @@ from refold.optimization.sizes import OtherSizes, draw_calls, has_open_sizes, si
 from refold.optimization.spelling import Spelling
 from refold.optimization.steps import Rewritten, rewrite
 from refold.optimization.watch import Watch, read_in_eval
+from refold.optimization.work_left_out import work_left_out
 from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
 from refold.record.copies import shared_copy
 from refold.record.stack import history
@@ -60,6 +62,7 @@ def optimize(
     outputs: Sequence[str | int] | None = None,
     padding: str | None = None,
     on_fallback: str = "warn",
+    max_memory: int | str | None = None,
     progress: bool | Progress | None = None,
 ) -> OptimizedModule:
     """Find the fastest correct way to run a model on inputs like these, on this machine.
@@ -78,10 +81,12 @@ def optimize(
     a terminal. `outputs` names those that are wanted, by key or by position: the others come back as None, and what
     only they needed is not computed. `padding="zeros"` says that nobody reads outputs at padding: they are zeros there
     on every way, and padding is not computed where that pays. A call that nothing was prepared for runs the original,
-    with a `FellBack` warning once for each reason; `on_fallback="ignore"` says nothing, `"raise"` refuses it. The
-    result is called like the model; `.restore()` gives the model back.
+    with a `FellBack` warning once for each reason; `on_fallback="ignore"` says nothing, `"raise"` refuses it.
+    `max_memory` (bytes, or "2GB") bounds what a way to run the model may hold beside it and need during a call: those
+    above it are not chosen. The result is called like the model; `.restore()` gives the model back.
     """
     _check_settings(sizes, effort, time_budget, padding)
+    most = as_bytes(max_memory)
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
     check_model(model)
@@ -97,7 +102,7 @@ def optimize(
             usual = time_budget is None
             budget = Budget.usual(model, inputs.device(model), effort) if usual else Budget(time_budget)
             how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
-            job = Job(model, inputs, *how)
+            job = Job(model, inputs, *how, max_memory=most)
             later = replace(job, progress=silent)
             by = Preparation(later, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
             select = chosen.of if chosen is not None else None
@@ -179,10 +184,8 @@ def _run_stages(job: Job, others: Sequence[CallArguments]) -> Prepared:
         notes += hints_about_padding(step.result for step in rewritten.steps)
     job, notes = _with_sizes_that_agree(job, rewritten, notes)
     rewritten, choice = _choose(job.part(0.55, 1.0), rewritten)
-    if choice.comparison is not None and ORIGINAL in choice.comparison.timings and job.effort != "quick":
-        line = headroom(job, choice.comparison.timings[ORIGINAL].median)
-        notes = [*notes, *([line] if line is not None else [])]
-    prepared = _prepared(job, rewritten, choice, build_report(job.model, rewritten, choice, [*rewritten.notes, *notes]))
+    report = build_report(job.model, rewritten, choice, [*rewritten.notes, *notes])
+    prepared = _prepared(job, rewritten, choice, _with_work(job, rewritten, choice, report))
     rewrites = () if rewritten.gm is None else tuple(change.signature for change in history(rewritten.gm))
     return replace(prepared, inventory=inventory, zeroed=job.zeroed, rewrites=rewrites)
 
@@ -217,6 +220,16 @@ def _with_sizes_that_agree(job: Job, rewritten: Rewritten, notes: list[str]) -> 
         return job, notes
     why = f"Other sizes than the example's run the original, because the rewritten graph is not the model {objection}"
     return replace(job, others=None), [*notes, why]
+
+
+def _with_work(job: Job, rewritten: Rewritten, choice: ExecutorChoice, report: Report) -> Report:
+    """The report with the work that is left out, and how near the original comes to what the machine can multiply."""
+    before, after, found = rewritten.unrewritten, rewritten.gm, choice.comparison
+    if choice.name != ORIGINAL and rewritten.is_changed and before is not None and after is not None:
+        report = replace(report, left_out=work_left_out(job, before, after))
+    if found is not None and ORIGINAL in found.timings and job.effort != "quick":
+        report = replace(report, headroom=headroom(job, found.timings[ORIGINAL].median))
+    return report
 
 
 def _unoptimized(job: Job, why: str, *, names: tuple[str, ...] = ("auto",)) -> Prepared:
