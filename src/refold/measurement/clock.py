@@ -76,6 +76,22 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
         return None
 
 
+def used_memory(device: torch.device) -> int | None:
+    """Bytes that this process has in use on the host, or that are in use on a GPU; None where the system does not
+    tell."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    try:
+        gc.collect()
+        _give_back_free_memory()
+        return _status("VmRSS")
+    except (OSError, KeyError, TypeError):  # as above
+        return None
+
+
 def _give_back_free_memory() -> None:
     """Memory that the allocator kept from earlier calls would hide what the next one needs."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from refold.nested import OUTPUT, flatten
 from refold.optimization.expectations import most_promising_first, why_not_in_time
 from refold.optimization.interruptible import interruptibly
 from refold.optimization.job import Job
+from refold.optimization.memory import Memory, prepared_with_memory
 from refold.optimization.padded_example import PaddedExample
 from refold.optimization.progress import silent
 from refold.optimization.steps import Rewritten
@@ -41,6 +43,7 @@ class Candidates:
     ready: dict[str, Callable[..., Any]] = field(default_factory=dict)
     grades: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, Memory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class ExecutorChoice:
     comparison: Comparison | None = None
     left_out: dict[str, str] = field(default_factory=dict)
     grades: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, Memory] = field(default_factory=dict)
     rewriting: Measurement | None = None
     """The chosen executor without the rewrites, against itself with them."""
     at_any_size: ReadyExecutor | None = None
@@ -121,7 +125,7 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
         comparison, name = _winner(job, comparison, candidates)
     reads_live_weights = name == ORIGINAL or wanted[name].reads_live_weights
     run = found.ready.get(name, job.original)
-    choice = ExecutorChoice(name, run, reads_live_weights, comparison, left_out, found.grades)
+    choice = ExecutorChoice(name, run, reads_live_weights, comparison, left_out, found.grades, found.memory)
     if job.others is not None and rewritten.gm is not None:
         other = _at_any_size(job, rewritten.gm, wanted, found.ready, comparison, as_called)
         choice.at_any_size = other
@@ -242,7 +246,9 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
             found.left_out[name] = reason
             continue
         try:
-            run = _made(job, executor, module if executor.takes_packed else dense)
+            graph = module if executor.takes_packed else dense
+            prepare = functools.partial(_made, job, executor, graph)
+            run, found.memory[name] = prepared_with_memory(job, prepare)
             output = job.call(run)
             _refuse_layouts(output)
             graded = reference.grade(output)
@@ -252,6 +258,8 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
         found.grades[name] = graded.grade
         if not graded.acceptable or (job.level == "safe" and graded.grade != "bit-identical"):
             found.left_out[name] = f"its outputs are {graded.grade}"
+        elif (above := found.memory[name].why_above(job.max_memory)) is not None:
+            found.left_out[name] = above
         elif (objection := padded.objection(run)) is not None:
             found.left_out[name] = f"its outputs are wrong where the mask is not all ones: {objection}"
         elif (objection := _objection_at_other_sizes(job, executor, run)) is not None:

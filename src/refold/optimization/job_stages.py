@@ -31,6 +31,7 @@ from refold.optimization.headroom import headroom
 from refold.optimization.inventory import Inventory, names_of
 from refold.optimization.job import Job
 from refold.optimization.keeping import NOT_USED, Keeper, keeping
+from refold.optimization.memory import as_bytes
 from refold.optimization.optimized_module import OptimizedModule
 from refold.optimization.place import Place
 from refold.optimization.preparation import Preparation
@@ -44,6 +45,7 @@ from refold.optimization.spelling import Spelling
 from refold.optimization.steps import Rewritten, rewrite
 from refold.optimization.variants import MOST_KINDS, sorted_by_kind
 from refold.optimization.watch import Watch, read_in_eval
+from refold.optimization.work_left_out import work_left_out
 from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
 from refold.record.copies import shared_copy
 from refold.record.reversal import undo_below
@@ -67,6 +69,7 @@ def optimize(
     outputs: Sequence[str | int] | None = None,
     padding: str | None = None,
     on_fallback: str = "warn",
+    max_memory: int | str | None = None,
     progress: bool | Progress | None = None,
     cache: bool = True,
 ) -> OptimizedModule:
@@ -86,12 +89,13 @@ def optimize(
     a terminal. `outputs` names those that are wanted, by key or by position: the others come back as None, and what
     only they needed is not computed. `padding="zeros"` says that nobody reads outputs at padding: they are zeros there
     on every way, and padding is not computed where that pays. A call that nothing was prepared for runs the original,
-    with a `FellBack` warning once for each reason; `on_fallback="ignore"` says nothing, `"raise"` refuses it. What was
-    decided is kept in the user's cache folder, and holds for later processes after it was compared with the model;
-    `cache=False` neither reads nor writes there. The result is called like the model; `.restore()` gives the model
-    back.
+    with a `FellBack` warning once for each reason; `on_fallback="ignore"` says nothing, `"raise"` refuses it.
+    `max_memory` (bytes, or "2GB") bounds what a way to run the model may hold beside it and need during a call: those
+    above it are not chosen. What was decided is kept in the user's cache folder, and holds for later processes after it
+    was compared with the model; `cache=False` neither reads nor writes there. The result is called like the model;
+    `.restore()` gives the model back.
     """
-    asked = (level, pipeline, backend, effort, time_budget, sizes, outputs, padding, on_fallback)
+    asked = (level, pipeline, backend, effort, time_budget, sizes, outputs, padding, on_fallback, max_memory)
     return _optimized(None, model, example_inputs, *asked, progress=progress, cache=cache)
 
 
@@ -116,11 +120,13 @@ def _optimized(
     outputs: Sequence[str | int] | None,
     padding: str | None,
     on_fallback: str,
+    max_memory: int | str | None = None,
     *,
     progress: bool | Progress | None,
     cache: bool,
 ) -> OptimizedModule:
     _check_settings(sizes, effort, time_budget, padding)
+    most = as_bytes(max_memory)
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
     check_model(model)
@@ -138,7 +144,8 @@ def _optimized(
             usual = time_budget is None
             budget = Budget.usual(model, inputs.device(model), effort) if usual else Budget(time_budget)
             how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
-            job = Job(model, inputs, *how, cache=cache_of_user() if cache else None, given=given)
+            cached = cache_of_user() if cache else None
+            job = Job(model, inputs, *how, max_memory=most, cache=cached, given=given)
             by = Preparation(job, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
             select = chosen.of if chosen is not None else None
             prepared, later = by.first(), replace(by, job=replace(job, progress=silent, given=None))
@@ -263,10 +270,8 @@ def _decided_anew(job: Job, others: Sequence[CallArguments], keeper: Keeper) -> 
         notes += hints_about_padding(step.result for step in rewritten.steps)
     job, notes = _with_sizes_that_agree(job, rewritten, notes)
     rewritten, choice = _choose(job.part(0.55, 1.0), rewritten)
-    if choice.comparison is not None and ORIGINAL in choice.comparison.timings and job.effort != "quick":
-        line = headroom(job, choice.comparison.timings[ORIGINAL].median)
-        notes = [*notes, *([line] if line is not None else [])]
     report = build_report(job.model, rewritten, choice, [*rewritten.notes, *notes])
+    report = _with_work(job, rewritten, choice, report)
     decision = keeper.keep(keeper.decide(before, rewritten, choice, report))
     return _completed(job, replace(_prepared(job, rewritten, choice, report), decision=decision), inventory)
 
@@ -309,6 +314,16 @@ def _with_sizes_that_agree(job: Job, rewritten: Rewritten, notes: list[str]) -> 
         return job, notes
     why = f"Other sizes than the example's run the original, because the rewritten graph is not the model {objection}"
     return replace(job, others=None), [*notes, why]
+
+
+def _with_work(job: Job, rewritten: Rewritten, choice: ExecutorChoice, report: Report) -> Report:
+    """The report with the work that is left out, and how near the original comes to what the machine can multiply."""
+    before, after, found = rewritten.unrewritten, rewritten.gm, choice.comparison
+    if choice.name != ORIGINAL and rewritten.is_changed and before is not None and after is not None:
+        report = replace(report, left_out=work_left_out(job, before, after))
+    if found is not None and ORIGINAL in found.timings and job.effort != "quick":
+        report = replace(report, headroom=headroom(job, found.timings[ORIGINAL].median))
+    return report
 
 
 def _unoptimized(job: Job, why: str, *, names: tuple[str, ...] = ("auto",)) -> Prepared:

@@ -22,7 +22,12 @@ def steps_table(steps: tuple[RewriteCard, ...]) -> str:
     if not steps:
         return ""
     head = "".join(f"<th>{column}</th>" for column in COLUMNS)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(step))}</tr>" for step in steps)
+    found = [cells(step) for step in steps if step.status != "no match"]
+    others = [step.name for step in steps if step.status == "no match"]
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in found)
+    if others:
+        names = f'<td colspan="{len(COLUMNS) - 1}">{escape(", ".join(others))}</td>'
+        rows += f"<tr><td>no match</td>{names}</tr>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
