@@ -23,6 +23,7 @@ from refold.fingerprint import fingerprint
 from refold.fx_private import named_tensors, tensor_places
 from refold.record.change import Change
 from refold.record.copies import converted_tensors, on_meta
+from refold.record.fully_sharded import show_shards
 from refold.record.reversal import put_modules_back, recover_tensors
 from refold.record.stack import check_graph_module, history
 from refold.record.stored_modules import StoredModule
@@ -33,7 +34,9 @@ from refold.weights.maps import Handle, MapRecord
 def original_state_dict(gm: GraphModule) -> dict[str, Any]:
     """The state dict of the original, from the folded module: its names, order and values. Weights that were changed
     while folded are carried back as `undo` does; what no rewrite touched is shared with the module, as in torch.
-    Parameters that a captured graph never reads (`refold.unread_parameters`) come last."""
+    Parameters that a captured graph never reads (`refold.unread_parameters`) come last. Of sharded weights (DTensors)
+    it holds DTensors, and all ranks call it."""
+    show_shards(check_graph_module(gm))
     found = _own_state_dict(gm)
     for name, tensor in unread_tensors(gm).items():
         found.setdefault(name, tensor.detach())
@@ -79,7 +82,7 @@ def to_folded(gm: GraphModule, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     for change in history(gm).changes:
         for record in change.maps:
             old = {role: take(state, name) for role, name in record.map.sources.items()}
-            new = record.map.operation.forward(old)
+            new = record.forward(old)
             state |= {record.map.targets[role]: value for role, value in new.items()}
         rename_retained(state, change)
     return state
@@ -176,6 +179,8 @@ def _original_modules(gm: GraphModule) -> nn.Module:
         assert past.initial_order is not None
         stored = {place: replace(table, before=_on_meta(table.before, memo)) for place, table in change.tables.items()}
         put_modules_back(root, replace(change, tables=stored), recover_tensors(root, change), past.initial_order)
+    for module in root.modules():
+        fx_private.forget_fsdp_hooks(module)
     return root
 
 

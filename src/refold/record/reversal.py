@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from refold import fx_private
 from refold.errors import BrokenTransformation, GraphEdited, NothingToUndo, OutOfOrder, WeightsChanged
-from refold.fingerprint import fingerprint
+from refold.fingerprint import fingerprint, is_sharded
 from refold.fx_private import find_tensor
 from refold.record import call_notes
 from refold.record.atomicity import atomically
@@ -190,7 +190,7 @@ def _unshare(tensors: Iterable[torch.Tensor]) -> None:
     """Give every restored tensor memory of its own, one after the other: a slice would keep the whole alive."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() > tensor.numel() * tensor.element_size():
+        if not is_sharded(tensor) and storage.nbytes() > tensor.numel() * tensor.element_size():
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from refold import fx_private
+from refold.record.fully_sharded import manage_parameters
 from refold.record.module_tree import ModuleRecord, ModuleTree
 from refold.record.released import ReleasedMemory
 
@@ -86,6 +87,7 @@ class Snapshot:
         for tensor, trainable in zip(self.tree.tensors, self.trainable, strict=True):
             if tensor.requires_grad != trainable:
                 tensor.requires_grad_(trainable)
+        manage_parameters(gm)
 
     @cached_property
     def nodes(self) -> dict[str, fx_private.Row]:

@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from refold import fx_private
+from refold.fingerprint import is_sharded
 from refold.graph.aliasing import aliases, writes_to, written_by
 from refold.graph.layout import tells_layout
 from refold.graph.view import Call, GraphView
@@ -59,7 +60,7 @@ def plain(module: nn.Module, kinds: tuple[type, ...]) -> None:
 
 def computable(role: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that cannot be computed with freely."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and not is_sharded(tensor):
         raise Refuse(f"its {role} is a {type(tensor).__name__}")
     if tensor.is_quantized or tensor.layout != torch.strided:
         raise Refuse(f"its {role} is quantized or sparse")
