@@ -236,6 +236,8 @@ def restore_graph(gm: GraphModule, state: WholeGraphState) -> None:
     gm.__dict__.update(state.derived)
     for key, value in state.forward.items():
         setattr(type(gm), key, value)
+    for key in vars(type(gm)).keys() & set(_GENERATED) - state.forward.keys():
+        delattr(type(gm), key)  # FSDP puts a class of its own before the graph's, which has none at first
 
 
 def _nodes_in(args: Any, kwargs: Any) -> dict[Node, None]:

@@ -16,7 +16,7 @@ from refold.errors import CheckpointMismatch, RefoldError
 from refold.fingerprint import is_sharded
 from refold.fx_private import named_tensors
 from refold.record.change import Change
-from refold.record.fully_sharded import show_shards
+from refold.record.sharded_modules import show_shards
 from refold.record.stack import History, attach, check_graph_module, history
 from refold.weights import Tensors
 from refold.weights.maps import MapRecord, remember

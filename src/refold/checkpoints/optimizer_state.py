@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from refold.errors import OptimizerMismatch
 from refold.fx_private import named_tensors
 from refold.record.change import Change
-from refold.record.fully_sharded import show_shards
+from refold.record.sharded_modules import show_shards
 from refold.record.snapshot import Snapshot
 from refold.record.stack import check_graph_module, history
 from refold.weights import Tensors

@@ -23,8 +23,8 @@ from refold.fingerprint import fingerprint
 from refold.fx_private import named_tensors, tensor_places
 from refold.record.change import Change
 from refold.record.copies import converted_tensors, on_meta
-from refold.record.fully_sharded import show_shards
 from refold.record.reversal import put_modules_back, recover_tensors
+from refold.record.sharded_modules import show_shards
 from refold.record.stack import check_graph_module, history
 from refold.record.stored_modules import StoredModule
 from refold.weights import NoInverse, Tensors

@@ -40,6 +40,7 @@ from refold.optimization.steps import Rewritten, rewrite
 from refold.optimization.watch import Watch, read_in_eval
 from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
 from refold.record.copies import shared_copy
+from refold.record.sharded_modules import check_whole
 from refold.record.stack import history
 from refold.report.data import GraphData, ModelSummary
 from refold.report.document import Report
@@ -85,6 +86,7 @@ def optimize(
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
     check_model(model)
+    _check_whole(model)
     fallbacks = Fallbacks(on_fallback)
     transformations = chosen_pipeline(level, pipeline)
     chosen = None if outputs is None else SelectedOutputs(tuple(outputs))
@@ -104,6 +106,14 @@ def optimize(
             return OptimizedModule(model, _prepare(job, others), by, select, fallbacks)
 
     return all_or_nothing(model, work)
+
+
+def _check_whole(model: nn.Module) -> None:
+    check_whole(
+        model,
+        "refold.optimize runs and compares whole models",
+        "Capture the model with refold.trace before that, apply transformations to the graph, and shard the graph.",
+    )
 
 
 def _check_settings(sizes: str, effort: str, time_budget: float | None, padding: str | None) -> None:

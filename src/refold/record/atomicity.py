@@ -10,8 +10,8 @@ from torch.fx import GraphModule
 
 from refold.errors import BrokenTransformation
 from refold.record.call_notes import Recording
-from refold.record.fully_sharded import manage_parameters, show_shards
 from refold.record.marks import show_marks
+from refold.record.sharded_modules import manage_parameters, show_shards
 from refold.record.snapshot import Snapshot
 
 _T = TypeVar("_T")

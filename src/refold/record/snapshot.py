@@ -14,9 +14,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from refold import fx_private
-from refold.record.fully_sharded import manage_parameters
 from refold.record.module_tree import ModuleRecord, ModuleTree
 from refold.record.released import ReleasedMemory
+from refold.record.sharded_modules import manage_parameters
 
 _TRAINABLE = attrgetter("requires_grad")
 

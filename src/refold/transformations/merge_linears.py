@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from refold.examples import Example, attention_layers, exported, layers
 from refold.graph.view import Call, GraphView
 from refold.patterns.parallel_layers import merged_path, parallel_layers
-from refold.record.fully_sharded import is_fully_sharded
+from refold.record.sharded_modules import is_fully_sharded
 from refold.rewrite.description import added_setting
 from refold.rewrite.editor import Editor
 from refold.rewrite.operators import ADDMM, LINEAR

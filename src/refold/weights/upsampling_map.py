@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from refold.weights.map_operation import NoInverse, OnShards, Operation, Tensors, row_pieces
+from refold.weights.map_operation import NoInverse, Operation, Tensors, row_pieces
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,6 @@ class SumTaps(Operation):
         again = self.forward(exact)["weight"].transpose(0, 1)
         unchanged = (again == weight).all(-1).flatten(2).all(-1).reshape(*weight.shape[:2], *[1] * len(space))
         return {"weight": torch.where(unchanged, exact["weight"].double(), taps)}
-
-    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
-        return OnShards(self, {"weight": axis}, {"weight": 1 - axis}) if axis < 2 else None
 
     def gradient_forward(self, old: Tensors, values: Tensors, power: int) -> Tensors:
         return {}  # one gradient of a sum cannot be told from those of its terms
