@@ -43,30 +43,34 @@ def manage_parameters(gm: Any) -> None:
         return
     for name in {"__call__", "_wrapped_call"} & vars(type(gm)).keys():
         delattr(type(gm), name)  # compiling a graph puts them on FSDP's class, where they call themselves forever
-    for group in fx_private.fsdp_groups(gm):
-        live = {(id(module), key): (module, key, tensor) for module, key, tensor in _own_parameters(gm)}
-        places = {id(managed): fx_private.fsdp_place(managed) for managed in group.fsdp_params}
-        stay = [p for p in group.fsdp_params if places[id(p)] in live and live[places[id(p)]][2] is p.sharded_param]
-        new = [live[place] for place in live if place not in {places[id(managed)] for managed in stay}]
-        _check_meshes(group, new)
-        before, group.fsdp_params = group.fsdp_params, stay + [fx_private.fsdp_param(group, *place) for place in new]
-        for module, _, _ in new:
-            fx_private.remove_fsdp_hooks(module, group.fsdp_params)
-        for managed in before if new else ():
-            if not any(managed is other for other in stay):
-                vars(managed).clear()  # a module that was removed, and may come back, still has its hook
-        if new:
-            group._init_mp_dtypes()
+    groups = fx_private.fsdp_groups(gm)
+    before = [managed for group in groups for managed in group.fsdp_params]
+    live = {(id(module), key): (module, key, tensor) for module, key, tensor in _own_parameters(gm)}
+    places = {id(managed): fx_private.fsdp_place(managed) for managed in before}
+    stay = {places[id(m)]: m for m in before if live.get(places[id(m)], (None,))[-1] is m.sharded_param}
+    new = [(_group_of(entry[2], groups), entry) for place, entry in live.items() if place not in stay]
+    made = [(group, fx_private.fsdp_param(group, *entry)) for group, entry in new]
+    for group in groups if new else ():
+        group.fsdp_params = [m for m in group.fsdp_params if stay.get(places[id(m)]) is m]
+        group.fsdp_params += [managed for its_group, managed in made if its_group is group]
+        group._init_mp_dtypes()
+    for group, (module, _, _) in new:
+        fx_private.remove_fsdp_hooks(module, group.fsdp_params)
+    for managed in before if new else ():
+        if stay.get(places[id(managed)]) is not managed:
+            vars(managed).clear()  # a module that was removed, and may come back, still has its hook
 
 
-def _check_meshes(group: Any, new: list[tuple[nn.Module, str, Any]]) -> None:
-    for _, key, tensor in new:
-        if tensor.device_mesh != group.mesh_info.mesh:
-            raise RefoldError(
-                f"a new {key} of shape {list(tensor.shape)} is sharded by FSDP and by tensor parallelism at once, and FSDP "
-                f"cannot be given such a parameter later. Rewrite before parallelize_module and fully_shard; "
-                f"refold.original_state_dict and load_original_state_dict work on what was rewritten before."
-            )
+def _group_of(tensor: Any, groups: list[Any]) -> Any:
+    """The group that can manage a new parameter: the one on its mesh."""
+    found = next((group for group in groups if group.mesh_info.mesh == tensor.device_mesh), None)
+    if found is None:
+        raise RefoldError(
+            f"a new weight of shape {list(tensor.shape)} is sharded by FSDP and by tensor parallelism at once, and "
+            f"FSDP cannot be given such a parameter later. Rewrite before parallelize_module and fully_shard; "
+            f"refold.original_state_dict and load_original_state_dict work on what was rewritten before."
+        )
+    return found
 
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

@@ -213,7 +213,8 @@ class Editor:
         node, before = call.node, call.node.all_input_nodes
         exported = call.kind == "aten"
         where: Any = (..., slice(start, stop), *[slice(None)] * (-1 - axis))
-        target, args = (aten.slice.Tensor, (axis, start, stop)) if exported else (operator.getitem, (where,))
+        args: tuple[Any, ...] = (axis, start, stop) if exported else (where,)
+        target: Any = aten.slice.Tensor if exported else operator.getitem
         if from_blocks:
             merged = self._call(node, target, merged, *args)
             target, args = aten.flatten.using_ints if exported else torch.flatten, (-2,)
