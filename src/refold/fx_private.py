@@ -497,6 +497,12 @@ def fsdp_groups(module: Any) -> list[Any]:
     return groups
 
 
+def class_before_fsdp(module: Any) -> type[nn.Module]:
+    """The class of a module before `fully_shard` put one of its own before it."""
+    found: type[nn.Module] = type(module).__mro__[module._orig_cls_mro_index]
+    return found
+
+
 def fsdp_place(managed: Any) -> tuple[int, str]:
     """The module, by its id, and the name under which a managed parameter is registered."""
     return id(managed._module_info.module), managed._module_info.param_name

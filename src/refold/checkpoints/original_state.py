@@ -24,7 +24,7 @@ from refold.fx_private import named_tensors, tensor_places
 from refold.record.change import Change
 from refold.record.copies import converted_tensors, on_meta
 from refold.record.reversal import put_modules_back, recover_tensors
-from refold.record.sharded_modules import show_shards
+from refold.record.sharded_modules import is_fully_sharded, show_shards
 from refold.record.stack import check_graph_module, history
 from refold.record.stored_modules import StoredModule
 from refold.weights import NoInverse, Tensors
@@ -195,12 +195,18 @@ def _on_meta(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     if id(value) not in memo:
         tables = {name: _on_meta(fx_private.table(value, name), memo) for name in fx_private.TABLES}
-        memo[id(value)] = fx_private.module_like(type(value), vars(value), tables)
+        memo[id(value)] = fx_private.module_like(_own_class(value), vars(value), tables)
     return memo[id(value)]
 
 
 def _loads_plainly(module: nn.Module) -> bool:
     """Whether loading a checkpoint runs no code of the module's own, which might write into what copies share."""
+    if is_fully_sharded(module):
+        return True  # its hooks only let modules hold their shards, as they do already
     if isinstance(module, torch.jit.ScriptModule) or fx_private.has_hooks(module):
         return False
     return not fx_private.loads_by_itself(module) or type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    return fx_private.class_before_fsdp(module) if is_fully_sharded(module) else type(module)

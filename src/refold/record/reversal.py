@@ -21,6 +21,7 @@ from refold.record.containers import FormerItems
 from refold.record.nodes import MISSING, from_refs
 from refold.record.outside_edits import ExpectedGraph
 from refold.record.released import ReleasedMemory
+from refold.record.sharded_modules import check_removable
 from refold.record.stack import History, attach, history
 from refold.record.stored_modules import revive
 from refold.weights import NoInverse, Tensors
@@ -106,6 +107,7 @@ def _undo_one(gm: GraphModule, index: int, weights: str, released: ReleasedMemor
         _check_unmapped_weights(gm, change)
     if weights == "carry":
         _check_sources_of_constants(gm, change)
+    check_removable(gm, change.label, (name for record in change.maps for name in record.map.targets.values()))
     tensors = recover_tensors(gm, change, "carry" if weights == _BELOW else weights, released)
     assert past.initial_order is not None
     rest = (*past.changes[:index], *past.changes[index + 1 :])

@@ -5,7 +5,7 @@ was called, so it is told when a rewrite, or undoing one, gave them others; it g
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from refold import fx_private
 from refold.errors import RefoldError
 from refold.fingerprint import is_sharded
+from refold.graph.targets import find_module
 
 
 def check_whole(module: nn.Module, cannot: str, instead: str, error: type[RefoldError] = RefoldError) -> None:
@@ -26,15 +27,31 @@ def check_whole(module: nn.Module, cannot: str, instead: str, error: type[Refold
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was called on a module itself."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = _fsdp_class()
     return kind is not None and isinstance(module, kind)
+
+
+def _fsdp_class() -> type | None:
+    """The class that `fully_shard` adds to those of a module; None where nobody can have called it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
 def show_shards(gm: nn.Module) -> None:
     """Let modules hold their sharded parameters: after a call they may still hold the gathered ones."""
-    for module in gm.modules() if is_fully_sharded(gm) else ():
+    for module in gm.modules() if _fsdp_class() is not None else ():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
+
+
+def check_removable(gm: nn.Module, label: str, tensors: Iterable[str]) -> None:
+    """Raise if undoing a change, which removes these tensors, would remove modules that FSDP groups for themselves."""
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+        module = find_module(gm, path) if path else None
+        if module is not None and is_fully_sharded(module):
+            raise RefoldError(
+                f"{path} was given to fully_shard by itself, and undoing {label} would remove it, which FSDP "
+                f"does not allow. Take the weights with refold.original_state_dict(gm), or shard it as one group."
+            )
 
 
 def manage_parameters(gm: Any) -> None:

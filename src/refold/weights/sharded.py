@@ -56,6 +56,22 @@ def parts_along(tensor: torch.Tensor, axis: int) -> int:
     return count
 
 
+def largest(tensor: Any) -> float:
+    """The largest magnitude in a tensor, whichever rank holds it."""
+    if not is_sharded(tensor):
+        return float(tensor.detach().abs().max())
+    local = tensor.detach().to_local()
+    found = local.abs().max() if local.numel() else torch.zeros((), dtype=local.dtype, device=local.device)
+    return float(_maximum(found, tensor.device_mesh))
+
+
+def _maximum(values: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Number by number, the largest of all ranks."""
+    for place in range(mesh.ndim):
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, mesh.get_group(place))
+    return values
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of a map: its shape, where it lies between maps (None: whole on every rank), and how it is cut while
@@ -103,9 +119,7 @@ class Sharding:
     def on_any_rank(self, flags: Iterable[bool]) -> list[bool]:
         """For each question, whether the answer is yes on any rank, so that all ranks go on alike."""
         answers = torch.tensor([*map(int, flags)], device=self.mesh.device_type)
-        for place in range(self.mesh.ndim):
-            torch.distributed.all_reduce(answers, torch.distributed.ReduceOp.MAX, self.mesh.get_group(place))
-        return [bool(answer) for answer in answers.tolist()]
+        return [bool(answer) for answer in _maximum(answers, self.mesh).tolist()]
 
 
 def local_parts(parts: Mapping[str, Part], tensors: Mapping[str, torch.Tensor]) -> Tensors:
