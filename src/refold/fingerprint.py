@@ -42,10 +42,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     tensors that lie alike, each rank compares its own shards."""
     if a.dtype != b.dtype or a.shape != b.shape or a.is_meta != b.is_meta:
         return False
-    if a.is_meta or a.numel() == 0:
-        return True
     if is_sharded(a) or is_sharded(b):
         return _same_shards(a, b)
+    if a.is_meta or a.numel() == 0:
+        return True
     if a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
         return True
     left, right = flat_bytes(a), flat_bytes(b)

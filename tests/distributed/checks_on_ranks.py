@@ -277,6 +277,28 @@ def check_loading_and_checkpoints(mesh: DeviceMesh) -> None:
     assert_same(again.state_dict(), other.state_dict())
 
 
+def check_meta_device(mesh: DeviceMesh) -> None:
+    """Captured, rewritten and sharded without a weight, in both orders; then a checkpoint is loaded."""
+    wanted, image = everything(), images()
+    for rewritten_first in (True, False):
+        with torch.device("meta"):
+            gm = refold.trace(everything(), torch.empty(image.shape))
+        if rewritten_first:
+            rewrites()(gm)
+        fully_shard(gm, mesh=mesh)
+        if not rewritten_first:
+            rewrites()(gm)
+        refold.undo(gm, None)
+        assert all(isinstance(p, DTensor) and p.is_meta for p in gm.parameters())
+        rewrites()(gm)
+        assert len(refold.history(gm)) == 3
+        gm.to_empty(device="cpu")
+        refold.load_original_state_dict(gm, wanted.state_dict())
+        assert_close(gm(image), wanted(image))
+        refold.undo(gm, None)
+        assert_same(gm.state_dict(), wanted.state_dict())
+
+
 def _shared_folder() -> str:
     found = [tempfile.mkdtemp(dir=os.environ["CHECKS_FOLDER"]) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
@@ -470,6 +492,7 @@ ON_ANY_NUMBER: list[Check] = [
     check_refusals_agree,
     check_interrupts,
     check_loading_and_checkpoints,
+    check_meta_device,
     check_divided_columns,
     check_dividing_a_merged_layer,
     check_layers_left_alone,

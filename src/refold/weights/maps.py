@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from refold.errors import WeightsChanged
-from refold.fingerprint import fingerprint, same_bits
+from refold.fingerprint import fingerprint, is_sharded, same_bits
 from refold.weights.correction import Correction, CorrectionEncoder, apply_correction, correct_in_place
 from refold.weights.map_operation import NoInverse, Operation, Tensors
 from refold.weights.sharded import Sharding, assembled_parts, local_parts, plan_back, plan_forward
@@ -155,8 +155,7 @@ class MapRecord:
     def recover(self, current: Tensors, weights: str = "carry") -> Tensors:
         """The values of the sources, by role, from the current targets."""
         if any(tensor.is_meta for tensor in current.values()):
-            structural = self.map.operation.structural
-            return self.map.operation.inverse(current, {}) if structural else self._on_meta_device(current)
+            return self._on_meta_device(current)
         if self.sharding is not None:
             return assembled_parts(self.sharding.sources, self._recover(self._here(current), weights))
         sharding = plan_back(self.map.operation, self.specs, current)
@@ -209,6 +208,12 @@ class MapRecord:
 
     def _on_meta_device(self, current: Tensors) -> Tensors:
         """What a module on the meta device has: shapes without numbers."""
+        if any(map(is_sharded, current.values())):
+            sharding = self.sharding or plan_back(self.map.operation, self.specs, current)
+            parts = sharding.sources if sharding is not None else {}
+            return {role: part.without_numbers(self.dtype_now(role, current)) for role, part in parts.items()}
+        if self.map.operation.structural:
+            return self.map.operation.inverse(current, {})
         specs = self.specs.items()
         return {role: torch.empty(s.shape, dtype=self.dtype_now(role, current), device="meta") for role, s in specs}
 

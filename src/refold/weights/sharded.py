@@ -94,6 +94,10 @@ class Part:
             local = local.clone()
         return lay_out(_assembled(local, self.cut.mesh, self.cut.placements, self.shape), self.lies)
 
+    def without_numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor on the meta device."""
+        return lay_out(torch.empty(self.shape, dtype=dtype, device="meta"), self.lies)
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -224,7 +228,7 @@ def _leading(tensors: Mapping[str, Any]) -> str:
 
 
 def _mesh_of(tensors: Iterable[Any]) -> Any:
-    return next((t.device_mesh for t in tensors if is_sharded(t) and not t.is_meta), None)
+    return next((t.device_mesh for t in tensors if is_sharded(t)), None)
 
 
 def _placements(tensor: torch.Tensor, mesh: Any) -> Placements:
