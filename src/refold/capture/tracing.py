@@ -22,6 +22,7 @@ from refold.capture.python_operators import use_python_operators
 from refold.capture.strategies import capture_model
 from refold.capture.summary import CaptureReport
 from refold.errors import CaptureError, InputMismatch
+from refold.record.sharded_modules import check_whole
 
 
 def trace(
@@ -82,6 +83,13 @@ def _check_settings(model: nn.Module, on_failure: str, submodule: str | None, wh
             f"{type(model).__name__} is a TorchScript module, which holds its own graph and no Python to follow: give "
             "refold.trace the model it was made from."
         )
+    check_whole(
+        model,
+        "torch captures no model with sharded weights",
+        "Capture it before that, on the CPU or under torch.device('meta'), rewrite the graph, and give the graph to "
+        "fully_shard or parallelize_module.",
+        CaptureError,
+    )
 
 
 def _trace_whole(

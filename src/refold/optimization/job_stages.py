@@ -48,7 +48,11 @@ from refold.optimization.watch import Watch, read_in_eval
 from refold.optimization.work_left_out import work_left_out
 from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
 from refold.record.copies import shared_copy
+<<<<<<< HEAD
 from refold.record.reversal import undo_below
+=======
+from refold.record.sharded_modules import check_whole
+>>>>>>> sharded
 from refold.record.stack import history
 from refold.report.data import GraphData, ModelSummary
 from refold.report.document import Report
@@ -130,6 +134,7 @@ def _optimized(
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
     check_model(model)
+    _check_whole(model)
     fallbacks = Fallbacks(on_fallback)
     transformations = chosen_pipeline(level, pipeline)
     chosen = None if outputs is None else SelectedOutputs(tuple(outputs))
@@ -157,6 +162,14 @@ def _optimized(
             return fast
 
     return all_or_nothing(model, work)
+
+
+def _check_whole(model: nn.Module) -> None:
+    check_whole(
+        model,
+        "refold.optimize runs and compares whole models",
+        "Capture the model with refold.trace before that, apply transformations to the graph, and shard the graph.",
+    )
 
 
 def _check_settings(sizes: str, effort: str, time_budget: float | None, padding: str | None) -> None:
