@@ -29,8 +29,6 @@ class Placed:
 def integer_dtype(kind: Kind) -> torch.dtype:
     """The integers as wide as a tensor's elements: maps that only move numbers need not know what they mean, and so no
     NaN and no number format of tomorrow loses a bit."""
-    if BITS[kind.dtype] not in _INTEGERS:
-        raise WrongInput(f"tensors of {kind.dtype} can only be moved as they are.")
     return _INTEGERS[BITS[kind.dtype]]
 
 
@@ -41,6 +39,12 @@ def trace_group(group: Group, known: Mapping[str, Placed], *, back: bool) -> dic
     if missing is not None:
         raise WrongInput(f"{missing} is missing: {group.maps[-1]} needs it.")
     state = {name: known[name] for name in taken}
+    packed = next((name for name, placed in state.items() if BITS[placed.kind.dtype] not in _INTEGERS), None)
+    if packed is not None:
+        raise WrongInput(
+            f"{packed} is {state[packed].kind.dtype}, several elements to a byte: such a tensor can only stay as it is. "
+            f"Leave it out of the rows of the table."
+        )
     for weight_map in reversed(group.maps) if back else group.maps:
         _trace(state, weight_map, back)
     return state

@@ -25,7 +25,7 @@ class Matching:
     passed: tuple[str, ...]
     """Tensors that no row explains."""
     incomplete: dict[str, str]
-    """Of these, the ones that a row would take if others were there: and what is missing."""
+    """Of these, the ones that a row would take if others were there, or that their layer leaves behind; and why."""
 
 
 @dataclass
@@ -64,8 +64,22 @@ def match_layout(layout: Layout, kinds: Mapping[str, Kind], config: Mapping[str,
     taken = {name for instance in whole for name in instance.names.values()}
     passed = tuple(name for name in kinds if name not in taken)
     _check_targets(plan, passed)
-    reasons = {name: f"{lacking[id(i)]} is not there" for i in broken for name in i.names.values()}
+    reasons = _left_behind(plan, passed)
+    reasons |= {name: f"{lacking[id(i)]} is not there" for i in broken for name in i.names.values()}
     return Matching(plan, passed, reasons)
+
+
+def _left_behind(plan: Plan, passed: Iterable[str]) -> dict[str, str]:
+    """Names that stay where no other tensor of their layer does, such as the scales of a quantized weight."""
+    groups = plan.groups()
+    kept = {name.rpartition(".")[0] for group in groups for name in group.targets}
+    gone = {name.rpartition(".")[0]: name for group in groups for name in group.sources}
+    layers = {name: name.rpartition(".")[0] for name in passed}
+    return {
+        name: f"no row explains it, and {gone[layer]} of the same layer goes elsewhere"
+        for name, layer in layers.items()
+        if layer in gone and layer not in kept
+    }
 
 
 def _instances(row: Row, names: Iterable[str]) -> list[_Instance]:
@@ -197,7 +211,11 @@ class _Maps:
 
     def _steps(self, now: str, whole: str) -> None:
         for step in self._row.steps:
-            self._change(step.operation(tuple(self._state[now].shape), self._config), now, whole)
+            try:
+                operation = step.operation(tuple(self._state[now].shape), self._config)
+            except BadLayout as error:
+                raise BadLayout(f"{now}: {error} Nothing was written.") from None
+            self._change(operation, now, whole)
             now = whole
 
     def _change(self, operation: Operation, now: str, after: str) -> None:
