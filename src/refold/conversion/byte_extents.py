@@ -42,8 +42,8 @@ def trace_group(group: Group, known: Mapping[str, Placed], *, back: bool) -> dic
     packed = next((name for name, placed in state.items() if BITS[placed.kind.dtype] not in _INTEGERS), None)
     if packed is not None:
         raise WrongInput(
-            f"{packed} is {state[packed].kind.dtype}, several elements to a byte: such a tensor can only stay as it is. "
-            f"Leave it out of the rows of the table."
+            f"{packed} is {state[packed].kind.dtype}, several elements to a byte: such a tensor can only stay as it is, "
+            f"so leave it out of the rows."
         )
     for weight_map in reversed(group.maps) if back else group.maps:
         _trace(state, weight_map, back)
