@@ -10,6 +10,7 @@ import torch
 
 from refold.conversion.checkpoint_folder import Kind
 from refold.conversion.layout_tables import Layout, Row, number_of
+from refold.conversion.shape_trial import DoesNotFit, tried
 from refold.conversion.tensor_plan import Plan
 from refold.errors import BadLayout
 from refold.weights import Concatenate, Operation, Rename, Reshape, Slice
@@ -224,8 +225,8 @@ class _Maps:
     def _add(self, operation: Operation, sources: dict[str, str], targets: dict[str, str]) -> None:
         given = {role: self._state.pop(name) for role, name in sources.items()}
         try:
-            made = operation.forward(given)
-        except (RuntimeError, IndexError) as error:
+            made = tried(operation, given)
+        except DoesNotFit as error:
             shapes = ", ".join(f"{name} {list(given[role].shape)}" for role, name in sources.items())
             raise BadLayout(
                 f"{operation} does not fit {shapes}: {one_line(error, 200)}. Nothing was written."
