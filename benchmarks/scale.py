@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import hashlib
 import json
 import os
 import random
@@ -158,7 +159,7 @@ status = pathlib.Path("/proc/self/status").read_text()
 pathlib.Path(sys.argv[1]).write_text(status.split("VmHWM:")[1].split()[0])
 sys.exit(code)
 """
-"""The command, which writes its peak memory in kB into a file: what the system tells its parent counts the parent too."""
+"""The command, which writes its peak memory in kB into a file: what the system tells its parent counts that one too."""
 
 
 def converted(source: Path, out: Path, to: str) -> list[str]:
@@ -215,23 +216,38 @@ def run_synced(command: list[str], told: Path | None = None) -> float:
 
 
 def killed(place: Path, times: int, gigabytes: float, seed: int) -> dict[str, Any]:
-    """Kill a conversion at random moments of its time, start it again, and compare every byte."""
-    source = write_source(place / "source", gigabytes)
-    seconds = run_synced(converted(source, place / "whole", "vllm"))
-    wanted = {path.name: path.read_bytes() for path in (place / "whole").iterdir()}
+    """Kill a conversion at random moments of its work, start it again, and compare every byte."""
+    source, out = write_source(place / "source", gigabytes), place / "out"
+    process, begun = begun_conversion(source, out)
+    assert process.wait() == 0
+    seconds = time.perf_counter() - begun
+    wanted = folder_hashes(out)
     drawn, identical, stopped = random.Random(seed), 0, 0
     for _ in range(times):
-        out = place / "out"
-        process = subprocess.Popen(converted(source, out, "vllm"), stdout=subprocess.DEVNULL)
+        shutil.rmtree(out)
+        process, begun = begun_conversion(source, out)
         try:
-            process.wait(drawn.uniform(0, seconds))
+            process.wait(max(0, begun + drawn.uniform(0, seconds) - time.perf_counter()))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             stopped += process.wait() == -signal.SIGKILL
         run_synced(converted(source, out, "vllm"))
-        identical += {path.name: path.read_bytes() for path in out.iterdir()} == wanted
-        shutil.rmtree(out)
-    return {"times": times, "killed": stopped, "identical": identical, "seconds_of_a_whole_one": seconds}
+        identical += folder_hashes(out) == wanted
+    return {"times": times, "killed": stopped, "identical": identical, "seconds_of_work": seconds}
+
+
+def begun_conversion(source: Path, out: Path) -> tuple[Any, float]:
+    """A conversion, from when it has its work folder on."""
+    work = out.parent / f".{out.name}.converting"
+    process = subprocess.Popen(converted(source, out, "vllm"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not work.exists() and process.poll() is None:
+        time.sleep(0.001)
+    return process, time.perf_counter()
+
+
+def folder_hashes(folder: Path) -> dict[str, str]:
+    """A hash of every file in a folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
 if __name__ == "__main__":
