@@ -203,7 +203,15 @@ def one_round(place: Path, source: Path) -> dict[str, Any]:
     same = all(filecmp.cmp(path, back / path.name, shallow=False) for path in source.iterdir())
     for folder in (fused, back):
         shutil.rmtree(folder)
-    return {"cp": seconds, "there": there, "back": again, "peak_megabytes": peak * 1024 / 1e6, "same_files": same}
+    load = os.getloadavg()[0]  # above the number of cores, others take part of each
+    return {
+        "cp": seconds,
+        "there": there,
+        "back": again,
+        "load": load,
+        "peak_megabytes": peak * 1024 / 1e6,
+        "same_files": same,
+    }
 
 
 def run_synced(command: list[str], told: Path | None = None) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +68,7 @@ def convert(
     plan: Plan | None = None,
     original: bool = False,
     verify: bool = False,
-    jobs: int | None = None,
+    jobs: int = 4,
     advance: Advance = lambda done, total: None,
 ) -> Conversion:
     """Convert the safetensors files of a folder into a new folder: into a layout (a name, or a YAML file), by a plan,
@@ -86,8 +85,7 @@ def convert(
             job = Job.of(checkpoint, route.plan, back=route.back, former=former)
         passed = tuple(name for name in job.known if name in job.made and name not in job.owners)
         told = manifest_of(job, route.origin, route.to, passed)
-        count = jobs or min(4, os.cpu_count() or 1)
-        sums, there = run_job(job, Path(out), told, ranks, verify=verify, jobs=count, advance=advance)
+        sums, there = run_job(job, Path(out), told, ranks, verify=verify, jobs=jobs, advance=advance)
     return Conversion(
         route.plan,
         route.back,
