@@ -298,7 +298,7 @@ def convert(
     ] = None,
     original: options.Original = False,
     verify: options.Verify = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Files that are written at once (4, or fewer cores).")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Files that are worked on at once.")] = 4,
     everything: options.All = False,
     json: options.AsJson = False,
     debug: options.Debug = False,

@@ -48,11 +48,8 @@ from refold.optimization.watch import Watch, read_in_eval
 from refold.optimization.work_left_out import work_left_out
 from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
 from refold.record.copies import shared_copy
-<<<<<<< HEAD
 from refold.record.reversal import undo_below
-=======
 from refold.record.sharded_modules import check_whole
->>>>>>> sharded
 from refold.record.stack import history
 from refold.report.data import GraphData, ModelSummary
 from refold.report.document import Report

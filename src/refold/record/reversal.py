@@ -21,12 +21,8 @@ from refold.record.containers import FormerItems
 from refold.record.nodes import MISSING, from_refs
 from refold.record.outside_edits import ExpectedGraph, OutsideEdit
 from refold.record.released import ReleasedMemory
-<<<<<<< HEAD
-from refold.record.stack import History, attach, history, settle
-=======
 from refold.record.sharded_modules import check_removable
-from refold.record.stack import History, attach, history
->>>>>>> sharded
+from refold.record.stack import History, attach, history, settle
 from refold.record.stored_modules import revive
 from refold.weights import NoInverse, Tensors
 from refold.weights.gradients import gradients_back

@@ -25,12 +25,8 @@ from refold.graph.targets import runs_unknown_code
 from refold.graph.view import Call
 from refold.record import call_notes
 from refold.rewrite.recorded_values import RecordedValues, copy_place
-<<<<<<< HEAD
-from refold.weights import Concatenate, Operation, Tensors
-from refold.weights.joint_memory import joint_memory
-=======
 from refold.weights import Concatenate, ConcatenateBlocks, Operation, Tensors
->>>>>>> sharded
+from refold.weights.joint_memory import joint_memory
 from refold.weights.maps import MapRecord, TensorSpec, WeightMap, apply_map, constant_record
 
 aten = torch.ops.aten
@@ -189,30 +185,19 @@ class Editor:
         args, kwargs = _arguments(first, {"input": first.input, **arguments}, {})
         return self.call(before, target, *args, **kwargs)
 
-<<<<<<< HEAD
-    def _concatenate(self, calls: list[Call], role: str, name: str) -> nn.Parameter:
+    def _concatenate(self, calls: list[Call], role: str, name: str, blocks: int) -> nn.Parameter:
         """The joint tensor of one role. The originals become views of it at once, so that memory is never doubled; and
         if they are views of such a one already, for another graph of the same model, it is that one's memory."""
-=======
-    def _concatenate(self, calls: list[Call], role: str, name: str, blocks: int) -> nn.Parameter:
-        """The joint tensor of one role. The originals become views of it at once, so that memory is never doubled."""
->>>>>>> sharded
         operands = [call.operands[role] for call in calls]
         sources = {str(i): operand.name for i, operand in enumerate(operands)}
         dim = calls[0].out_axis if role == "weight" else 0
         widths = tuple(call.width for call in calls)
-<<<<<<< HEAD
-        whole = self.map_weights(Concatenate(widths, dim), sources, {"whole": name})["whole"]
-        if dim == 0 and (joint := joint_memory([operand.tensor for operand in operands])) is not None:
-            whole = joint
-        parts = whole.split(list(widths)) if dim == 0 else ()  # columns do not lie together in memory
-        for operand, part in zip(operands, parts, strict=False):
-=======
         operation = Concatenate(widths, dim) if blocks == 1 else ConcatenateBlocks(widths, dim, blocks)
         whole = self.map_weights(operation, sources, {"whole": name})["whole"]
         shared = dim == 0 and blocks == 1 and not is_sharded(whole)  # columns do not lie together in memory
+        if shared and (joint := joint_memory([operand.tensor for operand in operands])) is not None:
+            whole = joint
         for operand, part in zip(operands, whole.split(list(widths)) if shared else (), strict=False):
->>>>>>> sharded
             if not operand.tensor.is_inference() and not operand.tensor.is_meta:
                 operand.tensor.data = part
         return nn.Parameter(whole, requires_grad=operands[0].tensor.requires_grad)
