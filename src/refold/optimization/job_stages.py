@@ -19,11 +19,9 @@ from refold.capture.model_state import ModelState, all_or_nothing, untouched
 from refold.capture.tracing import trace
 from refold.errors import BadDecision, BadExample, CaptureError, RefoldError
 from refold.executors import Executor, InputSpec, Plain, UnsupportedInput
-from refold.optimization.budget import EFFORTS, Budget
 from refold.optimization.cache_folder import cache_of_user
 from refold.optimization.choice import ORIGINAL, ExecutorChoice, available_executor, choose
 from refold.optimization.decision import Decision, digest_of_graph
-from refold.optimization.default_pipeline import chosen_pipeline, usual_for
 from refold.optimization.determinism import why_not_comparable, why_stateful
 from refold.optimization.fallbacks import Fallbacks
 from refold.optimization.first_checks import check_model, first_call, takes
@@ -39,7 +37,7 @@ from refold.optimization.prepared import Prepared, Way
 from refold.optimization.progress import Progress, shown, silent
 from refold.optimization.redoing import redo, to_race
 from refold.optimization.report_building import build_report
-from refold.optimization.selected_outputs import SelectedOutputs
+from refold.optimization.settings import Settings
 from refold.optimization.sizes import OtherSizes, draw_calls, has_open_sizes, size_notes
 from refold.optimization.spelling import Spelling
 from refold.optimization.steps import Rewritten, rewrite
@@ -96,62 +94,55 @@ def optimize(
     was compared with the model; `cache=False` neither reads nor writes there. The result is called like the model;
     `.restore()` gives the model back.
     """
-    asked = (level, pipeline, backend, effort, time_budget, sizes, outputs, padding, on_fallback, max_memory)
-    return _optimized(None, model, example_inputs, *asked, progress=progress, cache=cache)
+    settings = Settings(
+        level=level,
+        pipeline=pipeline,
+        backend=backend,
+        effort=effort,
+        time_budget=time_budget,
+        sizes=sizes,
+        outputs=outputs,
+        padding=padding,
+        on_fallback=on_fallback,
+        max_memory=max_memory,
+    )
+    return _optimized(model, example_inputs, settings, progress=progress, cache=cache)
 
 
 def optimize_as_decided(
     decision: Decision | None, model: nn.Module, calls: list[CallArguments], **settings: Any
 ) -> tuple[OptimizedModule, list[str]]:
     """The same with a decision that came from elsewhere, if it holds here; and sentences that say why it does not."""
-    fast = _optimized(decision, model, calls, **settings, progress=None, cache=True)
+    fast = _optimized(model, calls, Settings(**settings), decision, progress=None, cache=True)
     return fast, [note for note in fast.report.notes if note.startswith(NOT_USED)]
 
 
 def _optimized(
-    given: Decision | None,
     model: nn.Module,
     example_inputs: Any,
-    level: str,
-    pipeline: Sequence[Transformation] | Transformation | None,
-    backend: str,
-    effort: str,
-    time_budget: float | None,
-    sizes: str,
-    outputs: Sequence[str | int] | None,
-    padding: str | None,
-    on_fallback: str,
-    max_memory: int | str | None = None,
+    settings: Settings,
+    given: Decision | None = None,
     *,
     progress: bool | Progress | None,
     cache: bool,
 ) -> OptimizedModule:
-    _check_settings(sizes, effort, time_budget, padding)
-    most = as_bytes(max_memory)
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
     check_model(model)
     _check_whole(model)
-    fallbacks = Fallbacks(on_fallback)
-    transformations = chosen_pipeline(level, pipeline)
-    chosen = None if outputs is None else SelectedOutputs(tuple(outputs))
+    chosen, fallbacks = settings.selected, Fallbacks(settings.on_fallback)
     (inputs, *others), *further = sorted_by_kind(model, _calls(model, example_inputs))
-    if pipeline is None:
-        transformations = usual_for(transformations, inputs.device(model), effort)
     for call, *_ in further:
         first_call(model, call.copy())  # what fails, fails before the long work
 
     def work() -> OptimizedModule:
         with shown(progress) as report_to:
-            usual = time_budget is None
-            budget = Budget.usual(model, inputs.device(model), effort) if usual else Budget(time_budget)
-            how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
-            cached = cache_of_user() if cache else None
-            job = Job(model, inputs, *how, max_memory=most, cache=cached, given=given)
-            by = Preparation(job, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
-            select = chosen.of if chosen is not None else None
+            job = replace(_job(model, inputs, settings, report_to), given=given)
+            job = replace(job, cache=cache_of_user() if cache else None)
+            usual = settings.pipeline is None
+            by = Preparation(job, others, Place.of(model), settings.time_budget, usual, _prepare, _capture)
             prepared, later = by.first(), replace(by, job=replace(job, progress=silent, given=None))
-            fast = OptimizedModule(model, prepared, later, select, fallbacks)
+            fast = OptimizedModule(model, prepared, later, None if chosen is None else chosen.of, fallbacks)
             is_other = prepared.graph_module is not None and job.open_sizes
             refused = [[call] for call in others if is_other and prepared.why_not(call) is not None]
             for calls in (*further, *refused)[: MOST_KINDS - 1]:
@@ -161,23 +152,30 @@ def _optimized(
     return all_or_nothing(model, work)
 
 
+def _job(model: nn.Module, inputs: CallArguments, settings: Settings, progress: Progress) -> Job:
+    device = inputs.device(model)
+    return Job(
+        model,
+        inputs,
+        settings.transformations(device),
+        settings.level,
+        settings.backend,
+        settings.effort,
+        settings.budget(model, device),
+        progress,
+        open_sizes=settings.sizes == "open",
+        outputs=settings.selected,
+        padding=settings.padding,
+        max_memory=as_bytes(settings.max_memory),
+    )
+
+
 def _check_whole(model: nn.Module) -> None:
     check_whole(
         model,
         "refold.optimize runs and compares whole models",
         "Capture the model with refold.trace before that, apply transformations to the graph, and shard the graph.",
     )
-
-
-def _check_settings(sizes: str, effort: str, time_budget: float | None, padding: str | None) -> None:
-    if sizes not in ("open", "example"):
-        raise RefoldError(f"sizes must be 'open' or 'example', not {sizes!r}.")
-    if effort not in EFFORTS:
-        raise RefoldError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}.")
-    if time_budget is not None and not time_budget > 0:
-        raise RefoldError(f"time_budget must be a positive number of seconds, or None, not {time_budget!r}.")
-    if padding not in (None, "zeros"):
-        raise RefoldError(f"padding must be None, or 'zeros' for outputs that are not read there, not {padding!r}.")
 
 
 def _calls(model: nn.Module, example_inputs: Any) -> list[CallArguments]:
