@@ -7,6 +7,7 @@ slow tests out. Processor time and not the clock, because others may use the mac
 
 from __future__ import annotations
 
+import gc
 import resource
 from collections.abc import Generator
 from pathlib import Path
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported so far stays: collections of garbage need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
