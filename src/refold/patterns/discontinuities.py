@@ -104,7 +104,7 @@ def _rounds(name: str, carried: set[Node], reader: Node) -> bool:
     if _plain(name) in ("div", "divide"):
         return "floor" in settings or "trunc" in settings
     if "max_pool" in name:
-        return "indices" in name or reader.kwargs.get("return_indices", False) or True in reader.args[6:]
+        return "indices" in name or bool(reader.kwargs.get("return_indices")) or True in reader.args[6:]
     is_nearest = name.startswith("grid_sampl") and ("nearest" in settings or 1 in reader.args[2:3])
     return is_nearest and not carried.isdisjoint([*reader.args[1:2], reader.kwargs.get("grid")])
 
