@@ -111,7 +111,8 @@ def _undo_one(gm: GraphModule, index: int, weights: str, released: ReleasedMemor
     tensors = recover_tensors(gm, change, "carry" if weights == _BELOW else weights, released)
     assert past.initial_order is not None
     rest, edits = (*past.changes[:index], *past.changes[index + 1 :]), tuple(e.after_undoing(index) for e in edits)
-    put_back(gm, change, tensors, past.initial_order, keeps_moves=any(other.moved for other in (*rest, *edits)))
+    keeps_moves = any(other.moved for other in rest) or any(edit.moved for edit in edits)
+    put_back(gm, change, tensors, past.initial_order, keeps_moves=keeps_moves)
     attach(gm, History(rest, past.initial_order, ExpectedGraph(gm.graph, edits=edits)))
 
 
