@@ -52,7 +52,10 @@ def _where_it_holds(
     """The sizes at which a guard does: found at the smallest and the largest, since what it bounds grows with sizes."""
 
     def why_not(sizes: Sequence[int]) -> str | None:
-        program = at_sizes(plan.exported, axes.shapes(plan.tensors, sizes))
+        try:
+            program = at_sizes(plan.exported, axes.shapes(plan.tensors, sizes))
+        except PreparationFailed as failure:
+            return str(failure)
         return why_not_at(program, guard, inputs, answers)
 
     example = axes.sizes_of(plan.tensors)
@@ -84,7 +87,8 @@ def prepare_as_torch(executor: Executor, module: nn.Module, args: Args, kwargs: 
     def build(plan: EnginePlan, part: nn.Module) -> Callable[..., Any]:
         return executor.prepare(part, *plan.arguments)
 
-    plan = plan_for_engine(module, args, kwargs, executor.name)
+    axes = OpenAxes.of(module, args, kwargs).from_size(1) if executor.takes_any_size else None
+    plan = plan_for_engine(module, args, kwargs, executor.name, axes=axes)
     return prepare_engine(executor, plan, module, build)
 
 

@@ -19,7 +19,7 @@ from refold.capture.proof import resize, size_groups
 from refold.errors import PreparationFailed
 from refold.nested import CALL, flatten
 
-MOST = 2**16
+MOST = 2**20
 """No larger sizes are asked for."""
 
 Place = tuple[int, int]
@@ -72,9 +72,9 @@ class OpenAxes:
         """The same with these as the largest sizes."""
         return OpenAxes(tuple(replace(axis, high=high) for axis, high in zip(self.axes, most, strict=True)))
 
-    def from_two(self) -> OpenAxes:
-        """The same without sizes of 0 and 1, for which compiled code would be other code."""
-        return OpenAxes(tuple(replace(axis, low=max(2, axis.low)) for axis in self.axes))
+    def from_size(self, least: int) -> OpenAxes:
+        """The same without smaller sizes."""
+        return OpenAxes(tuple(replace(axis, low=max(least, axis.low)) for axis in self.axes))
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the sizes of a call lie within the bounds, and are one size on each axis. It runs at every call."""

@@ -42,7 +42,7 @@ class OpenVino(Executor):
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
-        axes = OpenAxes.of(module, args, kwargs) if self.takes_any_size else None
+        axes = OpenAxes.of(module, args, kwargs).from_size(1) if self.takes_any_size else None
         plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, sizes_of_values=False, axes=axes)
         return prepare_engine(self, plan, module, self.build)
 

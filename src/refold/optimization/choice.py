@@ -161,7 +161,7 @@ def _at_any_size(
 def _best_on_mix(job: Job, runs: dict[str, Callable[..., Any]]) -> str:
     """Which of these takes the least time for the whole mix of sizes, and is not slower than the original at any."""
     calls = (job.inputs, *(job.others.calls if job.others is not None else ()))
-    is_free = job.backend == "auto"
+    is_free = job.backend == "auto" and job.effort != "quick"
     if len(runs) < 2 and not is_free:
         return next(iter(runs))
     candidates = runs | ({ORIGINAL: job.original} if is_free else {})
@@ -245,8 +245,8 @@ def _why_not_now(job: Job, executor: Executor, ready: Collection[str]) -> str | 
     """Why there is no time for an executor."""
     if job.effort == "quick" and executor.name != Plain.name:
         return "effort='default' tries it"
-    if executor.takes_any_size and not executor.is_python and job.others is None:
-        return "sizes are those of the example alone"
+    if executor.takes_any_size and not executor.takes_packed and job.others is None:
+        return "no other sizes than those of the example are prepared for"
     if job.effort != "max" and executor.takes_minutes:
         return "preparing it takes minutes; effort='max' tries it"
     if job.effort != "max" and executor.superseded_by in ready:
