@@ -90,7 +90,7 @@ def test_a_table_of_positions_bounds_the_length(captured: Any) -> None:
     plan = plan_for_engine(captured[1], (), inputs, "an engine", axes=axes)
     program = at_sizes(plan.exported, axes.shapes(plan.tensors, [3, 16]))
     given = inputs_of(program, plan.tensors)
-    found = _where_it_holds(plan, axes, index_guard(program, given), given, {})
+    found = _where_it_holds(plan, axes, index_guard(program, given), given, {}, {})
     assert found.most == [MOST, PLACES]
 
 

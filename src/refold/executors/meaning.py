@@ -20,7 +20,7 @@ from refold.executors.plain import Plain
 from refold.executors.requirements import Input, index_guard, inputs_of, weakest_guard, why_not_at
 from refold.executors.semantics import Answer, answers_for
 from refold.executors.sized_program import at_sizes
-from refold.executors.value_ranges import ValueRanges
+from refold.executors.value_ranges import Range, ValueRanges
 from refold.nested import tensors_in
 
 Args = tuple[Any, ...]
@@ -38,16 +38,22 @@ def prepare_engine(
     shapes = [tensor.shape for tensor in plan.tensors]
     program = plan.exported if plan.axes is None else at_sizes(plan.exported, shapes)
     inputs = inputs_of(program, plan.tensors)
-    answers = answers_for(engine.key, build_operators, program, ValueRanges(program, {}))
-    guard = weakest_guard(program, inputs, answers)
+    held: dict[str, Range] = {}
+    answers = answers_for(engine.key, build_operators, program, ValueRanges(program, {}, held))
+    guard = weakest_guard(program, inputs, answers, held)
     if plan.axes is not None:
         by_name = {node.name: answer for node, answer in answers.items()}
-        plan = replace(plan, axes=_where_it_holds(plan, plan.axes, guard, inputs, by_name))
+        plan = replace(plan, axes=_where_it_holds(plan, plan.axes, guard, inputs, by_name, held))
     return _as_torch(plan, module, guard, build(plan, module))
 
 
 def _where_it_holds(
-    plan: EnginePlan, axes: OpenAxes, guard: Guard, inputs: list[Input], answers: dict[str, Answer]
+    plan: EnginePlan,
+    axes: OpenAxes,
+    guard: Guard,
+    inputs: list[Input],
+    answers: dict[str, Answer],
+    held: dict[str, Range],
 ) -> OpenAxes:
     """The sizes at which a guard does: found at the smallest and the largest, since what it bounds grows with sizes."""
 
@@ -56,7 +62,7 @@ def _where_it_holds(
             program = at_sizes(plan.exported, axes.shapes(plan.tensors, sizes))
         except PreparationFailed as failure:
             return str(failure)
-        return why_not_at(program, guard, inputs, answers)
+        return why_not_at(program, guard, inputs, answers, held)
 
     example = axes.sizes_of(plan.tensors)
     most = [_largest(axis.high, i, example, why_not) for i, axis in enumerate(axes.axes)]

@@ -19,7 +19,7 @@ from refold.capture.proof import resize, size_groups
 from refold.errors import PreparationFailed
 from refold.nested import CALL, flatten
 
-MOST = 2**20
+MOST = 2**16
 """No larger sizes are asked for."""
 
 Place = tuple[int, int]
