@@ -14,6 +14,7 @@ from refold.executors.exported_engine import EnginePlan, plan_for_engine
 from refold.executors.guards import Guard, Guarded
 from refold.executors.input_spec import InputSpec
 from refold.executors.interface import Executor
+from refold.executors.interruptible import interruptibly
 from refold.executors.model_probe import why_other_meaning
 from refold.executors.open_axes import OpenAxes
 from refold.executors.plain import Plain
@@ -88,14 +89,20 @@ def _largest(high: int, axis: int, example: list[int], why_not: Callable[[Sequen
 def prepare_as_torch(executor: Executor, module: nn.Module, args: Args, kwargs: dict[str, Any]) -> Callable[..., Any]:
     """Prepare any executor; one that does not see to it by itself that it means what torch means is probed."""
     if executor.keeps_meaning:
-        return executor.prepare(module, args, kwargs)
+        return _prepare(executor, module, args, kwargs)
 
     def build(plan: EnginePlan, part: nn.Module) -> Callable[..., Any]:
-        return executor.prepare(part, *plan.arguments)
+        return _prepare(executor, part, *plan.arguments)
 
     axes = OpenAxes.of(module, args, kwargs).from_size(1) if executor.takes_any_size else None
     plan = plan_for_engine(module, args, kwargs, executor.name, axes=axes)
     return prepare_engine(executor, plan, module, build)
+
+
+def _prepare(executor: Executor, module: nn.Module, args: Args, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    if executor.hears_interrupts:
+        return executor.prepare(module, args, kwargs)
+    return interruptibly(lambda: executor.prepare(module, args, kwargs))
 
 
 def prepare_compiled(

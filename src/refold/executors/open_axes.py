@@ -134,8 +134,12 @@ def _bounds(record: CaptureRecord, leaves: list[Any], dims: Sequence[Place]) -> 
         return not record.sizes.complaint(empty, any_float=not record.dtype_reason)
 
     size = leaves[dims[0][0]].shape[dims[0][1]]
-    low = next(small for small in range(size + 1) if small == size or is_allowed(small))
-    high = size
+    low = high = size
+    for smaller in (size // 2, 4, 3, 2, 1, 0):
+        if smaller < low and is_allowed(smaller):
+            low = smaller
+        elif smaller < low:
+            break
     while high < MOST and is_allowed(min(2 * high, MOST)):
         high = min(2 * high, MOST)
     step = high // 2

@@ -45,7 +45,7 @@ class _Inductor(Executor):
         self.takes_minutes = "max-autotune" in (mode or "") or bool((options or {}).get("max_autotune"))
 
     keeps_meaning = True
-    is_python = True
+    hears_interrupts = True
 
     def available(self, device: torch.device) -> str | None:
         if device.type == "cuda" and not torch.cuda.is_available():

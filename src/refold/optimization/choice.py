@@ -18,7 +18,6 @@ from refold.executors.meaning import prepare_as_torch
 from refold.measurement.timing import Comparison, Measurement, measure_many, rounds_needed
 from refold.nested import OUTPUT, flatten
 from refold.optimization.expectations import most_promising_first, why_not_in_time
-from refold.optimization.interruptible import interruptibly
 from refold.optimization.job import Job
 from refold.optimization.padded_example import PaddedExample
 from refold.optimization.progress import silent
@@ -71,10 +70,10 @@ class ExecutorChoice:
     def prepare_again(self, module: nn.Module, job: Job) -> None:
         """Prepare what was chosen for another graph."""
         executor, ran = executor_named(self.name), self.run
-        self.run = _made(job, executor, module)
+        self.run = prepare_as_torch(executor, module, *job.arguments)
         other = self.at_any_size
         if other is not None and other.executor is not None:
-            run = self.run if other.run is ran else _made(job, other.executor, module)
+            run = self.run if other.run is ran else prepare_as_torch(other.executor, module, *job.arguments)
             self.at_any_size = replace(other, run=run)
 
     @property
@@ -206,7 +205,7 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
             found.left_out[name] = reason
             continue
         try:
-            run = _made(job, executor, module if executor.takes_packed else dense)
+            run = prepare_as_torch(executor, module if executor.takes_packed else dense, *job.arguments)
             output = job.call(run)
             _refuse_layouts(output)
             graded = reference.grade(output)
@@ -223,15 +222,6 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
         else:
             found.ready[name] = run
     return found
-
-
-def _made(job: Job, executor: Executor, module: nn.Module) -> Callable[..., Any]:
-    """What an executor prepares; Ctrl-C need not wait for what is not Python."""
-
-    def prepare() -> Callable[..., Any]:
-        return prepare_as_torch(executor, module, *job.arguments)
-
-    return prepare() if executor.is_python else interruptibly(prepare)
 
 
 def _objection_at_other_sizes(job: Job, executor: Executor, run: Callable[..., Any]) -> str | None:
