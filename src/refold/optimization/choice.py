@@ -130,8 +130,13 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
 
 
 def _is_level(comparison: Comparison, name: str, other: str) -> bool:
-    """Whether what takes any size is as fast at the example's as the fastest there: then it does for both."""
-    return other in comparison.timings and not comparison.between(other, name).faster
+    """Whether what takes any size is as fast at the example's as the fastest there: then it does for both. Where there
+    was no time for rounds that can decide, the median does."""
+    if other not in comparison.timings:
+        return False
+    measured = comparison.between(other, name)
+    undecidable = len(measured.ratios) < rounds_needed(_CONFIDENCE)
+    return measured.ratio <= 1 if undecidable else not measured.faster
 
 
 def _at_any_size(
