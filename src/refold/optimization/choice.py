@@ -19,7 +19,6 @@ from refold.executors.meaning import prepare_as_torch
 from refold.measurement.timing import Comparison, Measurement, measure_many, rounds_needed
 from refold.nested import OUTPUT, flatten
 from refold.optimization.expectations import most_promising_first, why_not_in_time
-from refold.optimization.interruptible import interruptibly
 from refold.optimization.job import Job
 from refold.optimization.memory import Memory, prepared_with_memory
 from refold.optimization.padded_example import PaddedExample
@@ -75,10 +74,10 @@ class ExecutorChoice:
     def prepare_again(self, module: nn.Module, job: Job) -> None:
         """Prepare what was chosen for another graph."""
         executor, ran = executor_named(self.name), self.run
-        self.run = _made(job, executor, module)
+        self.run = prepare_as_torch(executor, module, *job.arguments)
         other = self.at_any_size
         if other is not None and other.executor is not None:
-            run = self.run if other.run is ran else _made(job, other.executor, module)
+            run = self.run if other.run is ran else prepare_as_torch(other.executor, module, *job.arguments)
             self.at_any_size = replace(other, run=run)
 
     @property
@@ -145,8 +144,13 @@ def _with_earlier_rounds(job: Job, comparison: Comparison) -> Comparison:
 
 
 def _is_level(comparison: Comparison, name: str, other: str) -> bool:
-    """Whether what takes any size is as fast at the example's as the fastest there: then it does for both."""
-    return other in comparison.timings and not comparison.between(other, name).faster
+    """Whether what takes any size is as fast at the example's as the fastest there: then it does for both. Where there
+    was no time for rounds that can decide, the median does."""
+    if other not in comparison.timings:
+        return False
+    measured = comparison.between(other, name)
+    undecidable = len(measured.ratios) < rounds_needed(_CONFIDENCE)
+    return measured.ratio <= 1 if undecidable else not measured.faster
 
 
 def _as_before(job: Job, rewritten: Rewritten) -> ExecutorChoice | None:
@@ -199,7 +203,7 @@ def _at_any_size(
 def _best_on_mix(job: Job, runs: dict[str, Callable[..., Any]]) -> str:
     """Which of these takes the least time for the whole mix of sizes, and is not slower than the original at any."""
     calls = (job.inputs, *(job.others.calls if job.others is not None else ()))
-    is_free = job.backend == "auto"
+    is_free = job.backend == "auto" and job.effort != "quick"
     if len(runs) < 2 and not is_free:
         return next(iter(runs))
     candidates = runs | ({ORIGINAL: job.original} if is_free else {})
@@ -247,7 +251,7 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
             continue
         try:
             graph = module if executor.takes_packed else dense
-            prepare = functools.partial(_made, job, executor, graph)
+            prepare = functools.partial(prepare_as_torch, executor, graph, *job.arguments)
             run, found.memory[name] = prepared_with_memory(job, prepare)
             output = job.call(run)
             _refuse_layouts(output)
@@ -269,15 +273,6 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
     return found
 
 
-def _made(job: Job, executor: Executor, module: nn.Module) -> Callable[..., Any]:
-    """What an executor prepares; Ctrl-C need not wait for what is not Python."""
-
-    def prepare() -> Callable[..., Any]:
-        return prepare_as_torch(executor, module, *job.arguments)
-
-    return prepare() if executor.is_python else interruptibly(prepare)
-
-
 def _objection_at_other_sizes(job: Job, executor: Executor, run: Callable[..., Any]) -> str | None:
     """What is wrong at other sizes with what takes any. The graph itself was tried at them before."""
     if job.others is None or not executor.takes_any_size or executor.name == Plain.name:
@@ -289,8 +284,8 @@ def _why_not_now(job: Job, executor: Executor, ready: Collection[str]) -> str | 
     """Why there is no time for an executor."""
     if job.effort == "quick" and executor.name != Plain.name:
         return "effort='default' tries it"
-    if executor.takes_any_size and not executor.is_python and job.others is None:
-        return "sizes are those of the example alone"
+    if executor.takes_any_size and not executor.takes_packed and job.others is None:
+        return "no other sizes than those of the example are prepared for"
     if job.effort != "max" and executor.takes_minutes:
         return "preparing it takes minutes; effort='max' tries it"
     if job.effort != "max" and executor.superseded_by in ready:
