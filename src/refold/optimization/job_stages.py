@@ -89,11 +89,9 @@ def optimize(
     fallbacks = Fallbacks(on_fallback)
     transformations = chosen_pipeline(level, pipeline)
     chosen = None if outputs is None else SelectedOutputs(tuple(outputs))
-    (inputs, *others), *further = sorted_by_kind(model, _calls(model, example_inputs))
+    (inputs, *others), *further = _calls(model, example_inputs)
     if pipeline is None:
         transformations = usual_for(transformations, inputs.device(model), effort)
-    for call, *_ in further:
-        first_call(model, call.copy())  # what fails, fails before the long work
 
     def work() -> OptimizedModule:
         with shown(progress) as report_to:
@@ -102,16 +100,27 @@ def optimize(
             how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
             job = Job(model, inputs, *how)
             by = Preparation(job, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
-            select = chosen.of if chosen is not None else None
-            prepared, later = by.first(), replace(by, job=replace(job, progress=silent))
-            fast = OptimizedModule(model, prepared, later, select, fallbacks)
-            is_other = prepared.graph_module is not None and job.open_sizes
-            refused = [[call] for call in others if is_other and prepared.why_not(call) is not None]
-            for calls in (*further, *refused)[: MOST_KINDS - 1]:
-                fast.prepare_calls(calls)
-            return fast
+            return _for_all_kinds(by, further, chosen.of if chosen is not None else None, fallbacks)
 
     return all_or_nothing(model, work)
+
+
+def _for_all_kinds(
+    by: Preparation,
+    further: Sequence[list[CallArguments]],
+    select: Callable[[Any], Any] | None,
+    fallbacks: Fallbacks,
+) -> OptimizedModule:
+    """Prepare for the calls that were given: those like the first, then those of other kinds. Calls of sizes that the
+    graph of the first does not take are such a kind."""
+    job, prepared = by.job, by.first()
+    later = replace(by, job=replace(job, progress=silent))
+    fast = OptimizedModule(job.model, prepared, later, select, fallbacks)
+    is_other = prepared.graph_module is not None and job.open_sizes
+    refused = [[call] for call in by.others if is_other and prepared.why_not(call) is not None]
+    for calls in (*further, *refused)[: MOST_KINDS - 1]:
+        fast.prepare_calls(calls)
+    return fast
 
 
 def _check_settings(sizes: str, effort: str, time_budget: float | None, padding: str | None) -> None:
@@ -125,8 +134,8 @@ def _check_settings(sizes: str, effort: str, time_budget: float | None, padding:
         raise RefoldError(f"padding must be None, or 'zeros' for outputs that are not read there, not {padding!r}.")
 
 
-def _calls(model: nn.Module, example_inputs: Any) -> list[CallArguments]:
-    """The calls that were given."""
+def _calls(model: nn.Module, example_inputs: Any) -> list[list[CallArguments]]:
+    """The calls that were given, sorted by kind. What fails in one of another kind fails before the long work."""
     given = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     if not given:
         raise BadExample("example_inputs is an empty list; give at least one dict, tuple or tensor.")
@@ -135,7 +144,11 @@ def _calls(model: nn.Module, example_inputs: Any) -> list[CallArguments]:
     calls = [CallArguments.of(each).checked() for each in given]
     if calls[0].tensors and all(0 in tensor.shape for tensor in calls[0].tensors):
         raise BadExample(f"an example without a single row ({calls[0].described()}) shows nothing; give a real one.")
-    return calls
+    kinds = sorted_by_kind(model, calls)
+    for call, *_ in kinds[1:]:
+        with untouched(model), torch.no_grad():
+            first_call(model, call.copy())
+    return kinds
 
 
 def _prepare(job: Job, others: Sequence[CallArguments]) -> Prepared:
