@@ -139,6 +139,8 @@ def test_restoring_gives_the_model_back_whatever_kinds_there_were() -> None:
     assert model.query.weight.untyped_storage().nbytes() == model.query.weight.nbytes
     with pytest.raises(RefoldError, match=r"call \.refresh\(\) first"):
         fast.prepare(**CALLS[1])
+    assert "restored" in fast.refresh()[0]
+    assert all(same(fast(**call), alone(**call)) for call in CALLS[:2]) and fast.report.calls.fast == 2
 
 
 def test_refreshing_prepares_all_kinds_anew_and_they_share_weights_again() -> None:
