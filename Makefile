@@ -52,7 +52,7 @@ wheel: $(READY)
 	.ci/check-wheel $(BIN)/python dist
 
 demo: $(READY)
-	$(BIN)/refold optimize example:bert-base --out out/bert-base --overwrite
+	$(BIN)/refold optimize example:sentence-classifier --out out/sentence-classifier --overwrite
 
 clean:
 	rm -rf $(VENV) out dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -73,6 +73,20 @@ def test_module_like() -> None:
     assert not list(fx_private.module_like(nn.Linear, vars(layer), {}).parameters())
 
 
+def test_the_module_that_is_being_copied() -> None:
+    found: list[object] = []
+
+    class Noting:
+        def __deepcopy__(self, memo: dict[int, object]) -> Noting:
+            found.append(fx_private.module_being_copied(memo))
+            return self
+
+    gm, holder = attention(), nn.Linear(1, 1)
+    vars(gm)["noting"] = vars(holder)["noting"] = Noting()
+    copied = copy.deepcopy(nn.ModuleList([attention(), gm, holder]))
+    assert found == [copied[1], None] and fx_private.module_being_copied({}) is None
+
+
 def test_restored_graph_is_whole() -> None:
     gm = attention()
     before, snapshot = Portrait.of(gm), Snapshot.of(gm)
@@ -200,3 +214,11 @@ def test_autocast_is_not_plain():
     assert fx_private.is_plain()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not fx_private.is_plain() and not fx_private.is_observed()
+
+
+def test_what_has_no_values_has_sizes():
+    with fx_private.no_values():
+        made = torch.empty(3, 4) @ torch.empty(4, 2**20)
+    assert made.shape == (3, 2**20) and made.device.type == "cpu"
+    with pytest.raises(RuntimeError, match="_local_scalar_dense"):
+        made[0, 0].item()

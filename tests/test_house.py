@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -20,9 +21,13 @@ def lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return (node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef))
 
 
 def body_lines(function: ast.FunctionDef) -> int:
@@ -53,15 +58,15 @@ def test_rules_are_read_in_a_minute() -> None:
 
 
 def test_functions_are_short() -> None:
+    lengths = {(path, function): body_lines(function) for path in FILES for function in functions(path)}
     long = {
-        f"{path.relative_to(SOURCES)}:{function.name}": body_lines(function)
-        for path in FILES
-        for function in functions(path)
-        if body_lines(function) > LONGEST_FUNCTION
+        f"{path.relative_to(SOURCES)}:{function.name}": length
+        for (path, function), length in lengths.items()
+        if length > LONGEST_FUNCTION
     }
     assert long == {}
 
 
 def test_every_file_says_its_idea_in_its_first_line() -> None:
-    silent = [path for path in FILES if ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None]
+    silent = [path for path in FILES if ast.get_docstring(parsed(path)) is None]
     assert [str(path.relative_to(SOURCES)) for path in silent if path.name not in ("__main__.py", "_version.py")] == []

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from refold.conversion.planning import plan
     from refold.measurement.timing import measure
     from refold.optimization.job_stages import optimize
-    from refold.saving import load, save
+    from refold.optimization.saved_models import load, save
     from refold.verification.verdicts import Verification
     from refold.verification.verifier import verify
 
@@ -75,8 +75,8 @@ _LOADED_WHEN_USED = {
     "measure": "refold.measurement.timing",
     "plan": "refold.conversion.planning",
     "optimize": "refold.optimization.job_stages",
-    "load": "refold.saving",
-    "save": "refold.saving",
+    "load": "refold.optimization.saved_models",
+    "save": "refold.optimization.saved_models",
     "verify": "refold.verification.verifier",
     "Verification": "refold.verification.verdicts",
 }

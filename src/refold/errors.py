@@ -42,7 +42,7 @@ class OutOfOrder(RefoldError):
 
 
 class GraphEdited(RefoldError):
-    """The graph was edited outside Refold after the last recorded change."""
+    """The graph was edited outside Refold, where a recorded change had changed it."""
 
 
 class WeightsChanged(RefoldError):
@@ -125,6 +125,14 @@ class UnsupportedInput(RefoldError):
 class FellBack(RefoldError, UserWarning):
     """A call of an optimized model ran the original, because what was prepared is not for such a call: a warning, or
     with `on_fallback="raise"` an error."""
+
+
+class PreparedAnew(RefoldError, UserWarning):
+    """A saved model was prepared anew, because what was saved with it does not hold here: a warning."""
+
+
+class BadDecision(RefoldError):
+    """A decision that was kept is damaged, or is not for this model: everything is decided anew then."""
 
 
 class MeasurementFailed(RefoldError):

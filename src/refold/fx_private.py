@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +13,17 @@ from torch.autograd import forward_ad
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-HISTORY_CHILD = "_refold"
-"""The name of the child module that carries the history."""
+HISTORY = "_refold"
+"""The plain attribute of a GraphModule that carries its history."""
 
 TABLES = ("_parameters", "_buffers", "_modules")
 """The three tables every nn.Module keeps its tensors and children in."""
 
-# What GraphModule keeps about its own graph: derived from the graph, or restored with it.
+# What GraphModule keeps about its own graph, and the history: derived from the graph, or restored with it.
 _DERIVED = frozenset(
     {"_graph", "_code", "_lineno_map", "_prologue_start", "_in_spec", "_out_spec", "meta", "_tracer_cls"}
     | {"_tracer_extras", "_replace_hooks", "_create_node_hooks", "_erase_node_hooks", "_deepcopy_hooks", "shape_env"}
+    | {HISTORY}
 )
 # The generated functions on the class that belongs to one GraphModule.
 _GENERATED = ("forward", "__call__", "_wrapped_call", "_call_impl")
@@ -83,6 +85,12 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name, None) for name in _HOOKS)
 
 
+def module_being_copied(memo: Mapping[int, Any]) -> GraphModule | None:
+    """The GraphModule whose attributes a deep copy with this memo is copying: it is there, and has no graph yet."""
+    begun = [thing for thing in memo.values() if issubclass(type(thing), GraphModule) and "_graph" not in vars(thing)]
+    return begun[-1] if begun else None
+
+
 def loads_by_itself(module: nn.Module) -> bool:
     """Whether a module has a way of its own to load its part of a checkpoint."""
     own = (type(module)._load_from_state_dict, type(module).set_extra_state)
@@ -113,7 +121,7 @@ def _copy_container(value: Any) -> Any:
 
 
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every (path, module), also under a second path; not the history, not the inside of scripted modules."""
+    """Every (path, module), also under a second path; not the inside of scripted modules."""
     return zip(*all_modules(root), strict=True)
 
 
@@ -121,11 +129,11 @@ def all_modules(root: nn.Module) -> tuple[list[str], list[nn.Module]]:
     """The paths and the modules of `walk_modules`."""
     paths, modules = [""], [root]
 
-    def visit(prefix: str, module: nn.Module, hidden: str | None = None) -> None:
+    def visit(prefix: str, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             return
         for name, child in module.__dict__["_modules"].items():
-            if child is None or name == hidden:
+            if child is None:
                 continue
             paths.append(prefix + name)
             modules.append(child)
@@ -133,7 +141,7 @@ def all_modules(root: nn.Module) -> tuple[list[str], list[nn.Module]]:
                 visit(f"{prefix}{name}.", child)
 
     if root.__dict__.get("_modules"):
-        visit("", root, HISTORY_CHILD)
+        visit("", root)
     return paths, modules
 
 
@@ -453,6 +461,13 @@ def tensor_places(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
         for entries in (table(module, "_parameters"), table(module, "_buffers")):
             for key in [k for k, tensor in entries.items() if tensor is not None]:
                 yield join_path(path, key), entries, key
+
+
+def no_values() -> AbstractContextManager[Any]:
+    """Inside, tensors are made and computed without numbers in them: sizes, dtypes and devices alone."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def named_tensors(root: nn.Module) -> dict[str, torch.Tensor]:

@@ -283,7 +283,7 @@ def test_explain_names_a_transformation_that_fails_and_goes_on(
     from refold.command_line.options import Request
 
     monkeypatch.setattr(explain_command, "name_of", lambda t: type(t).__name__)
-    monkeypatch.setattr(explain_command, "chosen_pipeline", lambda *_: (Crash(), refold.MergeLinears()))
+    monkeypatch.setattr(explain_command, "chosen_pipeline", lambda *_, **__: (Crash(), refold.MergeLinears()))
     explain_command.explain_model(Console(), Request("example:tiny"), "default", None, None, False)
     out = capfd.readouterr().out
     assert "Crash  It failed and was left out: RuntimeError: crashed inside" in out
@@ -316,6 +316,27 @@ def test_bench_times_refold_beside_eager(refold_command: Run, tmp_path: Path, mo
     assert code == 0
     assert {row["name"] for row in told["contenders"]} == {"eager", "refold"}
     assert told["grades"]["refold"] in ("bit-identical", "same error class")
+
+
+# --- cache -------------------------------------------------------------------------------------------------------
+
+
+def test_cache_lists_and_clears(refold_command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "REFOLD_CACHE is 'off'" in refold_command("cache")[1]
+    monkeypatch.setenv("REFOLD_CACHE", str(tmp_path / "cache"))
+    assert "0 decisions" in refold_command("cache")[1]
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4)).eval()
+    refold.optimize(net, (torch.ones(2, 4),), backend="plain", effort="quick", sizes="example", progress=False)
+    code, out, _ = refold_command("cache", "--json")
+    (row,) = json.loads(out)["entries"]
+    assert code == 0 and (row["model"], row["runs"]) == ("Sequential", "plain")
+    entry = tmp_path / "cache" / "decisions" / row["key"] / "decision.json"
+    entry.write_text("{")
+    assert "damaged" in refold_command("cache")[1]
+    assert "1 decision deleted" in refold_command("cache", "--clear")[1] and not entry.exists()
+    entry.parents[1].chmod(0o755)
+    code, _, err = refold_command("cache")
+    assert code == 2 and "chmod 700" in err
 
 
 # --- new-rule ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,42 @@ def start(*arguments: object, **settings: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, **streams)  # type: ignore[call-overload, no-any-return]
 
 
+def fork(streams: tuple[int, int], *arguments: object, **environment: str) -> int:
+    """Start the command in a copy of this process, which has everything imported, and return the copy's id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 99
+    try:
+        for place, stream in enumerate(streams, 1):
+            os.dup2(stream, place)
+        sys.stdout, sys.stderr = (os.fdopen(place, "w", buffering=1) for place in (1, 2))
+        os.environ.update(environment)
+        sys.argv, sys.modules["__main__"].__package__ = ["refold", *map(str, arguments)], ""  # as a script
+        code = refold_command.main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 98
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def forked(*arguments: object, **environment: str) -> tuple[int, str, str]:
+    """The exit code of a command and what it wrote to its two streams."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        code = exit_code(fork((out.fileno(), err.fileno()), *arguments, **environment))
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read().decode())
+    return code, texts[0], texts[1]
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     (tmp_path / "one.yaml").write_text(PIPELINE)
@@ -68,9 +105,8 @@ def test_help_documents_the_exit_codes() -> None:
 
 
 def test_json_is_all_that_stdout_gets(files: Path) -> None:
-    done = start("explain", f"{files / 'noisy.py'}:make", "MergeLinears", "--json")
-    out, err = done.communicate(timeout=120)
-    assert done.returncode == 0, err
+    code, out, err = forked("explain", f"{files / 'noisy.py'}:make", "MergeLinears", "--json")
+    assert code == 0, err
     assert json.loads(out)["transformations"][0]["name"] == "MergeLinears"
     assert "hello from the factory" in err
 
@@ -85,25 +121,17 @@ def test_without_typer_there_is_a_sentence() -> None:
 # --- streams -----------------------------------------------------------------------------------------------------
 
 
-NOBODY_READS = """
-import os, sys
-from refold.cli import main
-reader, writer = os.pipe()
-os.close(reader)
-for arguments in (["list", "MergeLinears"], ["list", "MergeLinears", "--json"], ["--help"], ["nope"]):
-    child = os.fork()
-    if not child:
-        os.dup2(writer, 1)
-        if arguments == ["nope"]:
-            os.dup2(writer, 2)
-        sys.exit(main(arguments))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-def test_a_reader_that_went_away_is_no_answer() -> None:
-    done = subprocess.run([sys.executable, "-c", NOBODY_READS], capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == (f"{ExitCode.UNREAD:d}\n" * 4, "")
+@pytest.mark.parametrize(
+    "arguments", [["list", "MergeLinears"], ["list", "MergeLinears", "--json"], ["--help"], ["nope"]]
+)
+def test_a_reader_that_went_away_is_no_answer(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with tempfile.TemporaryFile() as err:
+        code = exit_code(fork((writer, writer if arguments == ["nope"] else err.fileno()), *arguments))
+        os.close(writer)
+        err.seek(0)
+        assert (code, err.read()) == (ExitCode.UNREAD, b"")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -142,17 +170,17 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capfd: 
     assert capfd.readouterr().err == ""
 
 
-def test_no_colour_where_none_is_wanted() -> None:
+def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, which a pseudo-terminal is."""
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
     shown = {}
     for wanted in ("", "1"):
         reader, writer = os.openpty()
-        environment = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "NO_COLOR")}
-        environment |= {"TERM": "xterm-256color"} | ({"NO_COLOR": wanted} if wanted else {})
-        process = start("--help", stderr=writer, stdout=writer, env=environment)
+        child = fork((writer, writer), "--help", TERM="xterm-256color", **({"NO_COLOR": wanted} if wanted else {}))
         os.close(writer)
         shown[wanted] = read_all(reader)
-        assert process.wait(timeout=60) == 0
+        assert exit_code(child) == 0
     colours = re.compile(r"\x1b\[[0-9;]*3[0-7][0-9;]*m")
     assert colours.search(shown[""]) and not colours.search(shown["1"])
 
@@ -191,9 +219,8 @@ def test_python_m_is_the_same_command(
 )
 def test_a_shell_completes_what_is_typed(typed: str, expected: list[str]) -> None:
     asked = {"_REFOLD_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-    process = start(env=os.environ | asked)
-    out, _ = process.communicate(timeout=60)
-    assert (process.returncode, out.split()) == (0, expected)
+    code, out, _ = forked(**asked)
+    assert (code, out.split()) == (0, expected)
 
 
 def test_the_version_is_told_without_torch() -> None:

@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 import refold
 from refold import examples
 from refold.examples import attention_layers, layers
-from refold.rewrite.rule import Example
+from refold.rewrite.registry import registered
+from refold.rewrite.rule import Example, Rewrite
 from refold.testing.equivalence import as_float64, deviations
 from refold.testing.laws import graph_of
 from refold.testing.random_models import build
@@ -68,8 +69,31 @@ def test_taken_before_and_after(name: str, take: Callable[..., nn.Module]) -> No
     assert undone.code == original.code
 
 
-def test_the_history_leaves_state_dict_and_parameters_alone() -> None:
-    gm = graph_of(attention_layers.attention()[0])
-    ALL(gm)
-    assert not any("_refold" in name for name in gm.state_dict())
-    assert not any("_refold" in name for name, _ in [*gm.named_parameters(), *gm.named_buffers()])
+def is_scripted(gm: GraphModule) -> bool:
+    """Whether torch.jit.script takes a graph; it never takes what an export made, nor calls of ATen overloads."""
+    try:
+        torch.jit.script(gm)
+    except Exception:
+        return False
+    return True
+
+
+RULES = [cls for cls in registered() if cls.__module__.startswith("refold.")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rule", RULES, ids=lambda cls: cls.__name__)
+def test_scripted_before_and_after(rule: type[Rewrite]) -> None:
+    scripted = 0
+    for model, inputs in rule.examples():
+        gm = graph_of(model)
+        if not is_scripted(gm):
+            continue
+        scripted += 1
+        expected = copy.deepcopy(gm)(*inputs)
+        rule()(gm)
+        assert refold.history(gm)
+        for taken in (gm, copy.deepcopy(gm)):
+            torch.testing.assert_close(torch.jit.script(taken)(*inputs), expected)
+    if not scripted:
+        pytest.skip("torch scripts none of its examples, rewritten or not")

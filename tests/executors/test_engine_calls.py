@@ -32,7 +32,7 @@ def both(x: torch.Tensor, hidden: torch.Tensor) -> Any:
     return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=hidden.mean(1))
 
 
-@pytest.fixture(params=["onnxruntime", "openvino"])
+@pytest.fixture(scope="module", params=[pytest.param(e, marks=pytest.mark.slow) for e in ("onnxruntime", "openvino")])
 def engine(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param)
     return str(request.param)
@@ -44,14 +44,21 @@ def prepared(engine: str, model: nn.Module, *args: Any) -> Any:
     return run
 
 
+@pytest.fixture(scope="module")
+def net(engine: str) -> tuple[nn.Module, Any]:
+    """A model, and how an engine runs it: prepared once, called in all of these ways."""
+    model = Net(both)
+    with torch.no_grad():
+        return model, prepared(engine, model, X)
+
+
 def called(run: Any, *tensors: torch.Tensor) -> Any:
     return run.run_checked(list(tensors), tensors, {})
 
 
 @torch.no_grad()
-def test_every_call_has_outputs_of_its_own(engine: str) -> None:
-    model = Net(both)
-    run = prepared(engine, model, X)
+def test_every_call_has_outputs_of_its_own(net: tuple[nn.Module, Any]) -> None:
+    model, run = net
     inputs = [torch.randn(3, 4) for _ in range(20)]
     outputs = [called(run, x) for x in inputs]
     for x, output in zip(inputs, outputs, strict=True):
@@ -74,9 +81,8 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 @torch.no_grad()
-def test_inputs_may_lie_anyhow(engine: str, name: str) -> None:
-    model = Net(both)
-    run = prepared(engine, model, X)
+def test_inputs_may_lie_anyhow(net: tuple[nn.Module, Any], name: str) -> None:
+    model, run = net
     for _ in range(3):
         x = ODD[name]()
         torch.testing.assert_close(called(run, x)[0], model(x)[0])
@@ -113,9 +119,8 @@ def test_outputs_of_odd_sizes(output: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_call_that_fails_leaves_nothing_behind(engine: str) -> None:
-    model = Net(both)
-    run = prepared(engine, model, X)
+def test_a_call_that_fails_leaves_nothing_behind(net: tuple[nn.Module, Any]) -> None:
+    model, run = net
     with pytest.raises(Exception, match=r"."):  # each engine has a class of its own
         called(run, torch.randn(3, 5, dtype=torch.float64))
     for _ in range(3):
@@ -124,9 +129,9 @@ def test_a_call_that_fails_leaves_nothing_behind(engine: str) -> None:
 
 
 @torch.no_grad()
-def test_calls_in_many_threads_get_their_own(engine: str) -> None:
-    model = Net(both)
-    run, reference = prepared(engine, model, X), copy.deepcopy(model)
+def test_calls_in_many_threads_get_their_own(net: tuple[nn.Module, Any]) -> None:
+    model, run = net
+    reference = copy.deepcopy(model)
     wrong: list[torch.Tensor] = []
 
     def call() -> None:
@@ -146,9 +151,8 @@ def test_calls_in_many_threads_get_their_own(engine: str) -> None:
     assert not wrong
 
 
-def test_in_inference_mode_and_on_another_default_device(engine: str) -> None:
-    model = Net(both)
-    run = prepared(engine, model, X)
+def test_in_inference_mode_and_on_another_default_device(net: tuple[nn.Module, Any]) -> None:
+    model, run = net
     with torch.inference_mode(), torch.device("meta"):
         outputs = [called(run, X) for _ in range(3)]
     assert all(output[0].device.type == "cpu" for output in outputs)
@@ -156,15 +160,22 @@ def test_in_inference_mode_and_on_another_default_device(engine: str) -> None:
         torch.testing.assert_close(outputs[-1][0], model(X)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.float64, torch.float16, torch.uint8])
-@torch.no_grad()
-def test_types(engine: str, dtype: torch.dtype) -> None:
-    class Cast(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x.float() + 1, (x.float() > 0).to(dtype)
+DTYPES = [torch.int64, torch.int32, torch.bool, torch.float64, torch.float16, torch.uint8]
 
-    x = torch.tensor([[0, 1, 1], [1, 0, 0]]).to(dtype)
-    run = prepared(engine, Cast(), x)
-    for given in (x, x.flip(0)):
-        for mine, its in zip(called(run, given), Cast()(given), strict=True):
+
+class Casts(nn.Module):
+    """An input of each type, computed with as floats and cast back."""
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [result for x in tensors for result in (x.float() + 1, (x.float() > 0).to(x.dtype))]
+
+
+@torch.no_grad()
+def test_types(engine: str) -> None:
+    inputs = [torch.tensor([[0, 1, 1], [1, 0, 0]]).to(dtype) for dtype in DTYPES]
+    run = prepared(engine, Casts(), *inputs)
+    for given in (inputs, [x.flip(0) for x in inputs]):
+        expected = Casts()(*given)
+        assert len(expected) == 2 * len(DTYPES)
+        for mine, its in zip(called(run, *given), expected, strict=True):
             assert mine.dtype == its.dtype and torch.equal(mine, its)

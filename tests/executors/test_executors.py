@@ -28,7 +28,13 @@ from refold.executors import (
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 OF_GRAPHS = ["onednn", "compile-fused+cuda_graph"]
 OF_PACKED_GRAPHS = ["packed+cuda_graph"]  # they have tests of their own
-PAIRS = [(name, device) for device in DEVICES for name in executors() if name not in OF_PACKED_GRAPHS]
+QUICK = ["plain", "onednn"]  # to prepare; what all tests of one executor share
+PAIRS = [
+    pytest.param((name, device), marks=() if name in QUICK else pytest.mark.slow, id=f"{name}-{device}")
+    for device in DEVICES
+    for name in executors()
+    if name not in OF_PACKED_GRAPHS
+]
 
 
 class Net(nn.Module):
@@ -83,7 +89,7 @@ def _to_double(value: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.double, value)
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.fixture(scope="module", params=PAIRS)
 def prepared(request: pytest.FixtureRequest) -> Prepared:
     name, device = request.param
     executor = executor_named(name)

@@ -40,3 +40,11 @@ def test_a_recording_that_fails_is_tried_again_later() -> None:
     with pytest.raises(MemoryError):
         sizes.find("a", fail)
     assert sightings_until_recorded(sizes, "a") == 2
+
+
+def test_all_can_be_given_back() -> None:
+    sizes: RecordedSizes[str] = RecordedSizes(2, 1)
+    for key in "ab":
+        sightings_until_recorded(sizes, key)
+    assert sizes.forget_all() and not sizes.recordings and not sizes.forget_all()
+    assert sightings_until_recorded(sizes, "a") == 2

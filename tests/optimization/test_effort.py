@@ -12,6 +12,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 import refold
+from refold import FoldConstants
+from refold.errors import FellBack
 from refold.executors import Executor, Plain, catalogue, executor_named
 from refold.optimization import steps
 from refold.optimization.budget import Budget
@@ -28,6 +30,17 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.relu(self.first(x) + self.second(x)))
+
+
+class RelativeScores(nn.Module):
+    """Scores against a table that is projected in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.project, self.query = nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.query(x) @ self.project(self.table.weight).T
 
 
 X = torch.randn(3, 8)
@@ -111,9 +124,31 @@ def test_budgets() -> None:
     assert Budget.usual(large, cuda, "max").seconds is None
 
 
+def test_for_inference_what_depends_on_weights_alone_is_computed_once() -> None:
+    usual = usual_for(default_pipeline(), torch.device("cuda"), "default")
+    assert FoldConstants(parameters=True) in usual and FoldConstants() not in usual
+    assert len(usual) == len(default_pipeline())
+
+
 def test_on_a_gpu_packed_batches_are_for_the_largest_effort() -> None:
-    usual = default_pipeline()
-    assert usual_for(usual, torch.device("cuda"), "default") == usual
-    everything = usual_for(usual, torch.device("cpu"), "quick")
+    usual = usual_for(default_pipeline(), torch.device("cuda"), "default")
+    everything = usual_for(default_pipeline(), torch.device("cpu"), "quick")
     assert [type(t).__name__ for t in everything if t not in usual] == ["RemovePadding"]
-    assert usual_for(usual, torch.device("cuda"), "max") == everything
+    assert usual_for(default_pipeline(), torch.device("cuda"), "max") == everything
+
+
+def test_a_table_that_is_made_from_weights_is_made_once_and_follows_them() -> None:
+    model = RelativeScores().eval()
+    x = torch.randn(3, 5, 16)
+    fast = refold.optimize(model, (x,), backend="plain", effort="quick", progress=False)
+    assert [step.name for step in fast.report.kept] == ["FoldConstants"]
+    with torch.no_grad():
+        expected = model(x)
+        assert torch.equal(fast(x), expected) and not fast.fallbacks
+        model.project.weight.mul_(3)
+        with pytest.warns(FellBack, match="weights of the original were changed"):
+            assert torch.equal(fast(x), model(x)) and not torch.equal(fast(x), expected)
+        assert fast.refresh()
+        before = fast.report.calls.original
+        assert torch.equal(fast(x), model(x)) and fast.report.calls.original == before
+    assert fast.restore() is model

@@ -151,3 +151,15 @@ def test_it_answers_as_the_model_does(tokenizer: Any) -> None:
     assert fast.config is model.config and fast.base_model is model.base_model
     assert (fast.device, fast.dtype, fast.can_generate()) == (model.device, model.dtype, model.can_generate())
     assert fast.num_parameters() == model.num_parameters() and fast.main_input_name == "input_ids"
+
+
+@pytest.mark.usefixtures("nothing_fell_back")
+def test_a_single_text_runs_fast_and_a_single_token_the_original() -> None:
+    model = made("BertModel")
+    ids = torch.randint(5, len(WORDS), (3, 9))
+    fast = refold.optimize(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, effort="quick")
+    with torch.no_grad():
+        for part in (ids[:1], ids[:1, :5], ids[:2, :2], ids[:1, :1]):
+            given = {"input_ids": part, "attention_mask": torch.ones_like(part)}
+            torch.testing.assert_close(fast(**given).last_hidden_state, model(**given).last_hidden_state)
+            assert sum(fast.fallbacks.values()) == (part.shape[1] == 1), "capture fixed lengths from two on"

@@ -121,11 +121,67 @@ def erase_and_add(gm: GraphModule) -> None:
     twin.args = (node,)
 
 
-@pytest.mark.parametrize("edit", [edit_argument, edit_target, erase_and_add])
-def test_graph_edited_by_hand(edit: object) -> None:
+def move(gm: GraphModule) -> None:
+    softmax = next(n for n in gm.graph.nodes if n.target == "softmax")
+    with gm.graph.inserting_after(softmax):
+        gm.graph.call_method("relu", (softmax,))
+    next(n for n in gm.graph.nodes if n.target == "relu").append(softmax.next.next)
+
+
+ELSEWHERE = [edit_argument, edit_target, erase_and_add, move]
+
+
+@pytest.mark.parametrize("edit", ELSEWHERE)
+@pytest.mark.parametrize("copied", [lambda gm: gm, copy.deepcopy], ids=["live", "copied"])
+def test_an_edit_by_hand_elsewhere_stands_in_nobodys_way(edit: Any, copied: Any) -> None:
+    expected, gm = attention(), attention()
+    edit(expected)
+    expected.recompile()
+    MergeLinears()(gm)
+    gm = copied(gm)
+    edit(gm)
+    assert refold.undo(gm).code == expected.code
+
+
+@pytest.mark.parametrize("edit", ELSEWHERE)
+@pytest.mark.parametrize("first", [0, 1])
+def test_nor_does_one_between_two_changes(edit: Any, first: int) -> None:
+    expected, gm = attention(), attention()
+    edit(expected)
+    expected.recompile()
+    changes = [MergeLinears(), ChangeTrueDivToMulByInverse()]
+    changes[0](gm)
+    edit(gm)
+    changes[1](gm)
+    for t in (changes[first], changes[1 - first]):
+        t(gm, reverse=True)
+    assert gm.code == expected.code and not refold.history(gm)
+
+
+def edit_merged(gm: GraphModule) -> None:
+    next(n for n in gm.graph.nodes if "merged" in str(n.target)).target = "out.weight"
+
+
+def edit_slice(gm: GraphModule) -> None:
+    node = next(n for n in gm.graph.nodes if n.name == "key")
+    node.args = (node.args[0], slice(1, 2))
+
+
+def read_slice(gm: GraphModule) -> None:
+    node = next(n for n in gm.graph.nodes if n.name == "key")
+    with gm.graph.inserting_after(node):
+        gm.graph.call_method("relu", (node,))
+
+
+@pytest.mark.parametrize("edit", [edit_merged, edit_slice, read_slice])
+@pytest.mark.parametrize("later", [False, True])
+def test_graph_edited_by_hand(edit: Any, later: bool) -> None:
     gm = attention()
     MergeLinears()(gm)
-    edit(gm)  # type: ignore[operator]
+    edit(gm)
+    if later:
+        ChangeTrueDivToMulByInverse()(gm)
+        refold.undo(gm)
     gm.recompile()
     before = Portrait.of(gm)
     with pytest.raises(refold.GraphEdited, match=r"edited outside Refold.*refold\.commit"):

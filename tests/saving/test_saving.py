@@ -208,6 +208,20 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists() and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_graph_edited_by_hand_is_not_saved(tmp_path: Path, later: bool) -> None:
+    gm = torch.fx.symbolic_trace(Mixed().eval())
+    refold.MergeLinears()(gm)
+    output = next(iter(reversed(gm.graph.nodes)))
+    with gm.graph.inserting_before(output):
+        gm.graph.call_function(torch.relu, (output.prev,))
+    if later:
+        refold.ChangeTrueDivToMulByInverse()(gm)
+    with pytest.raises(refold.GraphEdited, match="No recipe leads"):
+        save(gm, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_meta_weights_are_refused(tmp_path: Path) -> None:
     gm = torch.fx.symbolic_trace(Mixed()).to("meta")
     with pytest.raises(SaveError, match="meta device"):

@@ -69,6 +69,15 @@ class CaptureRecord:
             self.accepted.add(key)
         return self.fixed.complaint(tensors, self.sizes.inputs)
 
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The tensors of a call that the graph takes, in the order of the rules for their sizes."""
+        tensors: list[Any] = []
+        for index, argument in enumerate(self.call.arguments):
+            _collect(
+                argument, args[index] if index < len(args) else kwargs.get(argument.name, argument.default), tensors
+            )
+        return tensors
+
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse inputs the graph was not captured for."""
         refusal = self.refusal(args, kwargs)

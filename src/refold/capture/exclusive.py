@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -38,6 +39,19 @@ def alone(work: Callable[[], _T]) -> _T:
             return work()
         finally:
             hook.remove()
+
+
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """Inside, this thread computes nothing: work of other threads need not wait for its calls, which go on later."""
+    me = threading.get_ident()
+    was = me in _at_rest
+    _at_rest.add(me)
+    try:
+        yield
+    finally:
+        if not was:
+            _at_rest.discard(me)
 
 
 def _wait(_module: nn.Module, _args: Any) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import partial
 from typing import Any
 
@@ -76,13 +76,17 @@ def export(
     result = _ExportResult()
     flat = _FlatModel(model, call, result, values)
     copies = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves)
-    size_one_stays_open = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     # weights that were made in inference mode can only be set to require gradients there, which export does
     mode = torch.inference_mode(any(p.is_inference() and p.requires_grad for p in model.parameters()))
     # torch writes half-made graphs and warnings to stderr on its own; what matters of them is in the exception
-    with redirect_stderr(io.StringIO()), mode, torch.enable_grad(), size_one_stays_open:
+    with redirect_stderr(io.StringIO()), mode, torch.enable_grad(), size_one_stays_open():
         program = torch.export.export(flat, copies, strict=False, dynamic_shapes=(shapes,) if shapes else None)
     return Exported(program, result.tree, tuple(result.left_out))
+
+
+def size_one_stays_open() -> AbstractContextManager[Any]:
+    """Inside, an export does not take an open size of one for a constant."""
+    return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 def open_shapes(leaves: Sequence[torch.Tensor], batch_only: bool = False) -> tuple[Any, ...] | None:

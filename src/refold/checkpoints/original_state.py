@@ -166,7 +166,6 @@ def _original_modules(gm: GraphModule) -> nn.Module:
     names, shapes, ties and the order of a checkpoint. (The graph would cost most of the time.)"""
     memo, past = converted_tensors(gm, on_meta), history(gm)
     tables = {name: dict(fx_private.table(gm, name)) for name in fx_private.TABLES}
-    tables["_modules"].pop(fx_private.HISTORY_CHILD, None)
     root: nn.Module = type(type(gm).__name__, (nn.Module,), {})()
     for name, entries in tables.items():
         fx_private.table(root, name).update(_on_meta(entries, memo))

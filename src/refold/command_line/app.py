@@ -252,6 +252,21 @@ def bisect(
     return run(bisect_folder, folder, check, FolderOptions(model, inputs), as_json=json, quiet=quiet, debug=debug)
 
 
+@app.command(cls=Command)
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete everything that is kept.")] = False,
+    json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> int:
+    """Show the decisions that refold.optimize keeps for later processes, and where; or delete them.
+
+    The environment variable REFOLD_CACHE names another folder; "off" turns it off.
+    """
+    from refold.command_line.cache_command import show_cache
+
+    return run(show_cache, clear, as_json=json, debug=debug)
+
+
 @app.command("new-rule", cls=Command)
 def new_rule(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The class to write, such as FoldLayerScale.")],

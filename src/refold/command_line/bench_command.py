@@ -32,7 +32,7 @@ def bench_model(
     console: Console, request: Request, level: str, pipeline: Path | None, time_budget: float | None
 ) -> None:
     """Prepare every contender, check its outputs, and time all of them in turn."""
-    steps = chosen_pipeline(level, pipeline)
+    steps = chosen_pipeline(level, pipeline, device=request.device)
     with progress(console) as show:
         show(f"loading {request.model}", 0.0)
         loaded = prepare(request)
@@ -83,6 +83,7 @@ class Race:
                 level=level,
                 pipeline=steps,
                 time_budget=left,
+                cache=False,  # what is measured is this machine as it is now
                 progress=lambda what, done: self.show(f"refold: {what}", 0.45 + 0.45 * done),
             )
             self.label = f"{REFOLD} ({fast.prepared.at_example.executor})"

@@ -26,7 +26,7 @@ def explain_model(
     console: Console, request: Request, level: str, pipeline: Path | None, name: str | None, everything: bool
 ) -> None:
     """Try each transformation on what those before it left, and show the outcomes; nothing is written."""
-    steps = chosen_pipeline(level, pipeline, name)
+    steps = chosen_pipeline(level, pipeline, name, device=request.device)
     loaded = prepare(request)
     gm = loaded.capture()
     outcomes = [(t, _outcome(gm, t)) for t in steps]

@@ -19,7 +19,7 @@ from refold.command_line.options import Request
 from refold.errors import BadLevel, WrongInput
 from refold.extension.pipeline_files import read_pipeline
 from refold.extension.plugins import transformation_named
-from refold.optimization.default_pipeline import default_pipeline
+from refold.optimization.default_pipeline import default_pipeline, usual_for
 from refold.rewrite.transformation import Transformation
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -41,9 +41,9 @@ class LoadedModel:
         return str(found).removeprefix("torch.")
 
     def capture(self) -> GraphModule:
-        """The model as a graph for these inputs."""
+        """The model as a graph, for all sizes that it leaves open."""
         with torch.no_grad():
-            return trace(self.model, *self.inputs.args, dynamic=False, **self.inputs.kwargs)
+            return trace(self.model, *self.inputs.args, dynamic="auto", **self.inputs.kwargs)
 
     def describe(self) -> dict[str, Any]:
         """For JSON."""
@@ -110,12 +110,14 @@ def _shape(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
 
 
-def chosen_pipeline(level: str, file: Path | None, name: str | None = None) -> tuple[Transformation, ...]:
-    """The transformations in order: the named one, those of a pipeline file, or those of the level."""
+def chosen_pipeline(
+    level: str, file: Path | None, name: str | None = None, *, device: str | None = None, effort: str = "default"
+) -> tuple[Transformation, ...]:
+    """The transformations in order: the named one, those of a pipeline file, or those that are usual there."""
     if name is not None:
         return (transformation_named(name)(),)
     try:
         usual = default_pipeline(level)
     except BadLevel as reason:
         raise WrongInput(str(reason)) from None
-    return usual if file is None else read_pipeline(file)
+    return usual_for(usual, chosen_device(device), effort) if file is None else read_pipeline(file)

@@ -29,7 +29,7 @@ REPORT, REPORT_DATA, PIPELINE = "report.html", "report.json", "pipeline.yaml"
 def optimize_model(console: Console, request: Request, options: OptimizeOptions) -> ExitCode:
     """Optimize a model and write the folder. Whatever can be refused is refused before the work begins."""
     check_place(options.out, options.overwrite, (REPORT, REPORT_DATA, PIPELINE))
-    steps = chosen_pipeline(options.level, options.pipeline)
+    steps = chosen_pipeline(options.level, options.pipeline, device=request.device, effort=options.effort)
     texts = {PIPELINE: pipeline_to_text(steps)}
     _check_backend(options.backend, chosen_device(request.device))
     start = time.monotonic()

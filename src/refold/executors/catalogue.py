@@ -16,7 +16,8 @@ from refold.executors.onnx_runtime import OnnxRuntime
 from refold.executors.openvino import OpenVino
 from refold.executors.packed_cuda_graph import PackedCudaGraph
 from refold.executors.plain import Plain
-from refold.executors.torch_compile import Compile, Freeze
+from refold.executors.sized_cuda_graphs import SizedCudaGraphs
+from refold.executors.torch_compile import Compile, CompileOnce, Freeze
 from refold.wording import first_line
 
 _AUTOTUNE = Compile("compile-autotune", device="cuda", mode="max-autotune-no-cudagraphs")
@@ -26,12 +27,16 @@ BUILT_IN: tuple[Executor, ...] = (
     Plain(),
     OneDnnLinears(),
     PackedCudaGraph(),
+    SizedCudaGraphs(),
     CudaGraph(),
-    OnnxRuntime(),
+    OpenVino("openvino-open", any_size=True),
     OpenVino(),
+    OnnxRuntime("onnxruntime-open", any_size=True),
+    OnnxRuntime(superseded_by="onnxruntime-open"),
     CudaGraph("compile+cuda_graph", inner=Compile("compile")),
     CudaGraph("compile-fused+cuda_graph", inner=Compile("compile-fused", device="cuda", lower=with_fused_kernels)),
     Freeze("compile-freezing", device="cpu"),
+    CompileOnce("compile-open"),
     Compile("compile", superseded_by="compile-freezing"),
     CudaGraph("compile-freezing+cuda_graph", inner=Freeze("compile-freezing"), superseded_by="compile+cuda_graph"),
     CudaGraph("compile-autotune+cuda_graph", inner=_AUTOTUNE),

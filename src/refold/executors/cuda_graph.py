@@ -62,6 +62,10 @@ class CudaGraph(Executor):
         return self.inner.keeps_meaning
 
     @property
+    def is_python(self) -> bool:  # type: ignore[override]
+        return self.inner.is_python
+
+    @property
     def takes_minutes(self) -> bool:  # type: ignore[override]
         return self.inner.takes_minutes
 
@@ -102,10 +106,21 @@ class GraphRunner(Checked):
         return self.run_checked(self.spec.tensors(args, kwargs), args, kwargs)
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._run(tensors, args, kwargs)
+        except torch.OutOfMemoryError:
+            with self.lock:
+                given_back = self.graphs.forget_all()
+            if not given_back:
+                raise
+        torch.cuda.empty_cache()
+        return self.direct(*args, **kwargs)
+
+    def _run(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.lock:
             try:
                 graph = self.graphs.find(_sizes(tensors), lambda: self._capture(args, kwargs))
-            except PreparationFailed:  # out of memory, perhaps
+            except PreparationFailed:
                 graph = None
             if graph is not None:
                 return graph.compute(tensors)
@@ -174,6 +189,8 @@ class CapturedGraph:
                 torch.cuda.graph(self.graph, pool=owner.pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 return self.call(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise PreparationFailed(f"No CUDA graph can be captured of this module: {first_line(error)}.") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from refold.capture.exclusive import alone
+from refold.capture.export_program import size_one_stays_open
 from refold.errors import PreparationFailed
 from refold.executors.input_spec import InputSpec, example
 from refold.executors.interface import run_example
+from refold.executors.open_axes import OpenAxes
 from refold.nested import OUTPUT, Make, Tree, flatten, rebuild, rebuilder, same_shape
 from refold.wording import first_line
 
@@ -56,6 +58,8 @@ class EnginePlan:
     outputs: Outputs
     inputs: Tree
     is_checked: bool = True
+    axes: OpenAxes | None = None
+    """The sizes that are open; None where all are those of the example."""
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -82,11 +86,12 @@ def plan_for_engine(
     engine: str,
     types: frozenset[torch.dtype] | None = None,
     *,
-    open_sizes: bool = True,
+    sizes_of_values: bool = True,
+    axes: OpenAxes | None = None,
 ) -> EnginePlan:
-    """Export the module for an engine that knows these types; `open_sizes` says that the engine can give outputs whose
-    size depends on values."""
-    spec, inputs, tensors = example(args, kwargs)
+    """Export the module for an engine that knows these types, with these sizes open; `sizes_of_values` says that the
+    engine can give outputs whose size depends on values."""
+    spec, inputs, tensors = example(args, kwargs, open_sizes=axes is not None)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree, outputs = flatten(run_example(module, inputs, tensors), OUTPUT)
@@ -96,16 +101,21 @@ def plan_for_engine(
         if not kept or not tensors:
             raise PreparationFailed(f"{engine} has nothing to compute: no tensor goes in, or none comes out.")
         flat = FlatModule(module, inputs, kept)
-        exported = _export(flat, tensors, engine)
+        exported = _export(flat, tensors if axes is None else axes.told_apart(tensors), engine, axes)
     traced, values = flat.traced.output
     # in a trace, a number that is computed from values has no value yet
     if not same_shape(tree, traced, same_classes=True):
         raise PreparationFailed(f"{engine} gives tensors only, and the module computes another output from values.")
-    if not open_sizes and not all(isinstance(size, int) for value in values for size in value.shape):
+    if not sizes_of_values and not all(map(_has_known_shape, values)):
         raise PreparationFailed(f"{engine} is built for fixed sizes, and the size of an output depends on values.")
     expected = [outputs[index].detach().clone() for index in kept]
     shapes = tuple((value.shape, value.dtype) for value in expected)
-    return EnginePlan(spec, exported, tensors, expected, Outputs(tree, sources, shapes), inputs)
+    return EnginePlan(spec, exported, tensors, expected, Outputs(tree, sources, shapes), inputs, axes=axes)
+
+
+def _has_known_shape(value: torch.Tensor) -> bool:
+    """Whether the sizes of a traced value follow from those of the inputs."""
+    return all(isinstance(size, int) or size.node.hint is not None for size in value.shape)
 
 
 class FlatModule(nn.Module):
@@ -131,13 +141,32 @@ class Traced:
     output: tuple[Tree, list[torch.Tensor]]
 
 
-def _export(flat: FlatModule, tensors: list[torch.Tensor], engine: str) -> torch.export.ExportedProgram:
+def _export(
+    flat: FlatModule, tensors: list[torch.Tensor], engine: str, axes: OpenAxes | None
+) -> torch.export.ExportedProgram:
+    shapes = None if axes is None else (axes.exported_shapes(len(tensors)),)
     try:
         # torch writes half-made graphs to stderr on its own; what matters of them is in the exception
-        with redirect_stderr(io.StringIO()):
-            return alone(lambda: torch.export.export(flat, tuple(tensors), strict=False))
+        with redirect_stderr(io.StringIO()), nullcontext() if axes is None else size_one_stays_open():
+            exported = alone(
+                lambda: torch.export.export(flat, tuple(tensors), strict=False, dynamic_shapes=shapes),
+            )
     except Exception as error:
         raise PreparationFailed(f"{engine} needs torch.export, which failed: {first_line(error)}.") from error
+    if axes is not None:
+        _check_open(exported, axes)
+    return exported
+
+
+def _check_open(exported: torch.export.ExportedProgram, axes: OpenAxes) -> None:
+    """Refuse an export that fixed a size, or took two that vary by themselves for one."""
+    wanted = set(exported.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in exported.graph.find_nodes(op="placeholder") if node.name in wanted]
+    symbols = [{str(values[index].shape[dim]) for index, dim in axis.places} for axis in axes.axes]
+    if any(symbol.isdigit() for names in symbols for symbol in names):
+        raise PreparationFailed("The export fixed a size that capture left open.")
+    if len(set().union(*symbols)) != sum(map(len, symbols)):
+        raise PreparationFailed("The export took two sizes for one that may differ.")
 
 
 def _sources(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from refold.executors.input_spec import InputSpec, refuse_gradients
 from refold.executors.interface import Checked, run_checked
+from refold.executors.open_axes import OpenAxes
 
 Open = Literal["some", "first", "all"]
 
@@ -55,22 +56,33 @@ def allows(guard: Guard, tensors: list[torch.Tensor]) -> bool:
 
 
 class Guarded(Checked):
-    """Runs what was prepared where the guard allows the inputs, and the module in torch where it does not."""
+    """Runs what was prepared where the guard allows the inputs, and open sizes lie within their bounds; the module in
+    torch where not."""
 
-    def __init__(self, guard: Guard, spec: InputSpec, run: Callable[..., Any], module: Callable[..., Any]) -> None:
-        self.spec, self.guard, self.run, self.module = spec, guard, run, module
+    def __init__(
+        self,
+        guard: Guard,
+        spec: InputSpec,
+        run: Callable[..., Any],
+        module: Callable[..., Any],
+        axes: OpenAxes | None = None,
+    ) -> None:
+        self.spec, self.guard, self.run, self.module, self.axes = spec, guard, run, module, axes
         self.is_asynchronous = isinstance(run, Checked) and run.is_asynchronous
         self.weights = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self.spec.tensors(args, kwargs)
-        if allows(self.guard, tensors):
+        if self._takes(tensors):
             return self.run(*args, **kwargs)
         refuse_gradients(tensors, self.weights)
         with torch.no_grad():
             return self.module(*args, **kwargs)
 
     def run_checked(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if allows(self.guard, tensors):
+        if self._takes(tensors):
             return run_checked(self.run, tensors, args, kwargs)
         return run_checked(self.module, tensors, args, kwargs)
+
+    def _takes(self, tensors: list[torch.Tensor]) -> bool:
+        return (self.axes is None or self.axes.hold(tensors)) and allows(self.guard, tensors)

@@ -32,6 +32,10 @@ class Executor(ABC):
     keeps_meaning: bool = False
     """Whether what `prepare` gives means what torch means, for all inputs that it takes: it runs torch's own operators,
     or probed its own. Others are probed before they are chosen."""
+    takes_packed: bool = False
+    """Whether it runs graphs that leave padding out (`RemovePadding`); others are given the graph without that."""
+    is_python: bool = False
+    """Whether preparing is Python throughout, which Ctrl-C ends at once; others prepare in a thread of their own."""
     superseded_by: str | None = None
     """An executor that is usually as fast or faster: where it is ready, this one is tried with `effort="max"` only."""
 

@@ -32,6 +32,8 @@ class OneDnnLinears(Executor):
     name = "onednn"
     takes_any_size = True
     keeps_meaning = True
+    is_python = True
+    takes_packed = True
 
     def available(self, device: torch.device) -> str | None:
         return why_no_onednn(device)

@@ -19,6 +19,7 @@ from refold.errors import PreparationFailed
 from refold.executors.exported_engine import EnginePlan, plan_for_engine
 from refold.executors.interface import Executor, Runner, refuse_training
 from refold.executors.meaning import prepare_engine
+from refold.executors.open_axes import OpenAxes
 from refold.wording import first_line, quiet
 
 _TYPES = frozenset(
@@ -30,14 +31,24 @@ _TYPES = frozenset(
 
 
 class OnnxRuntime(Executor):
-    """`opset=23` keeps attention and RMS norm whole, which helps some models and hinders others."""
+    """`opset=23` keeps attention and RMS norm whole, which helps some models and hinders others. `any_size` builds it
+    for all sizes that capture left open, else for those of the example."""
 
     reads_live_weights = False
     keeps_meaning = True
 
-    def __init__(self, name: str = "onnxruntime", *, opset: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "onnxruntime",
+        *,
+        opset: int | None = None,
+        any_size: bool = False,
+        superseded_by: str | None = None,
+    ) -> None:
         self.name = name
+        self.superseded_by = superseded_by
         self.opset = opset
+        self.takes_any_size = any_size
 
     def available(self, device: torch.device) -> str | None:
         if device.type != "cpu":
@@ -49,7 +60,8 @@ class OnnxRuntime(Executor):
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
-        plan = plan_for_engine(module, args, kwargs, self.name, _TYPES)
+        axes = OpenAxes.of(module, args, kwargs) if self.takes_any_size else None
+        plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, axes=axes)
         return prepare_engine(self, plan, module, self.build)
 
     def build(self, plan: EnginePlan, module: nn.Module) -> SessionRunner:

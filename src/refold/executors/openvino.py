@@ -15,6 +15,7 @@ from refold.errors import PreparationFailed
 from refold.executors.exported_engine import EnginePlan, plan_for_engine
 from refold.executors.interface import Executor, Runner, refuse_training
 from refold.executors.meaning import prepare_engine
+from refold.executors.open_axes import OpenAxes
 from refold.wording import first_line
 
 _TYPES = frozenset(
@@ -23,9 +24,14 @@ _TYPES = frozenset(
 
 
 class OpenVino(Executor):
-    name = "openvino"
+    """`any_size` builds it for all sizes that capture left open, else for those of the example."""
+
     reads_live_weights = False
     keeps_meaning = True
+
+    def __init__(self, name: str = "openvino", *, any_size: bool = False) -> None:
+        self.name = name
+        self.takes_any_size = any_size
 
     def available(self, device: torch.device) -> str | None:
         if device.type != "cpu":
@@ -36,7 +42,8 @@ class OpenVino(Executor):
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
-        plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, open_sizes=False)
+        axes = OpenAxes.of(module, args, kwargs) if self.takes_any_size else None
+        plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, sizes_of_values=False, axes=axes)
         return prepare_engine(self, plan, module, self.build)
 
     def build(self, plan: EnginePlan, module: nn.Module) -> RequestRunner:
@@ -65,6 +72,7 @@ class RequestRunner(Runner):
             )
         super().__init__(plan.spec, module)
         self._outputs, self._share = plan.outputs, Tensor
+        self._is_open = plan.axes is not None
         # it computes some 64-bit integers as 32-bit ones, also where they are a result
         names = [output.element_type.get_type_name() for output in compiled.outputs]
         self._other_types = [
@@ -72,14 +80,17 @@ class RequestRunner(Runner):
             for index, (name, value) in enumerate(zip(names, plan.expected, strict=True))
             if name == "i32" and value.dtype == torch.int64
         ]
+        self._dtypes = [value.dtype for value in plan.expected]
         self._new_request = compiled.create_infer_request
         self._idle: list[Any] = []  # a request runs one call at a time, and calls may come from many threads
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
-        return self._outputs.build(self.compute(tensors, self._outputs.fresh()), tensors)
+        results = [] if self._is_open else self._outputs.fresh()
+        return self._outputs.build(self.compute(tensors, results), tensors)
 
     def compute(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Write what is computed from tensors into others; these."""
+        """Write what is computed from tensors into others; these. Where sizes are open, none are ready, and what the
+        engine made is copied: it writes there again."""
         try:
             request = self._idle.pop()
         except IndexError:
@@ -88,17 +99,24 @@ class RequestRunner(Runner):
         for index, tensor in enumerate(readable):
             request.set_input_tensor(index, self._share(tensor.numpy(), shared_memory=True))
         for index, result in enumerate(results):
-            if index not in self._other_types:
+            if index not in self._other_types and not self._is_open:
                 request.set_output_tensor(index, self._share(result.numpy(), shared_memory=True))
         request.infer(share_outputs=True)
-        for index in self._other_types:
+        if self._is_open:
+            results = [self._copied(request, index) for index in range(len(self._dtypes))]
+        for index in self._other_types if not self._is_open else ():
             results[index].copy_(torch.from_numpy(request.get_output_tensor(index).data))
         self._idle.append(request)  # not one that failed
         return results
 
+    def _copied(self, request: Any, index: int) -> torch.Tensor:
+        made = torch.from_numpy(request.get_output_tensor(index).data)
+        return made.to(self._dtypes[index], copy=True)
+
 
 def _compile(plan: EnginePlan) -> Any:
-    """Compile for these very shapes. The plugin would take bf16 by itself where the processor has it: it is set to f32.
+    """Compile for these very shapes, but for sizes that are open. The plugin would take bf16 by itself where the
+    processor has it: it is set to f32.
 
     Converting makes every dimension dynamic, hence the `reshape`.
     """
@@ -112,7 +130,11 @@ def _compile(plan: EnginePlan) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = openvino.convert_model(spell_out_groups(plan.exported))
-    model.reshape({index: list(tensor.shape) for index, tensor in enumerate(plan.tensors)})
+    opened = set() if plan.axes is None else set(plan.axes.places())
+    shapes = [
+        [-1 if (i, dim) in opened else size for dim, size in enumerate(t.shape)] for i, t in enumerate(plan.tensors)
+    ]
+    model.reshape(dict(enumerate(shapes)))
     return openvino.Core().compile_model(model, "CPU", settings)
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from refold.executors.indices import index_limits
-from refold.executors.value_ranges import MOVING, ValueRanges, bare_name, held_by, writes
+from refold.executors.value_ranges import MOVING, Program, ValueRanges, bare_name, held_by, writes
 from refold.graph.arguments import argument
 from refold.nested import tensors_in
 
@@ -98,7 +97,7 @@ class Batch(nn.Module):
         return given
 
 
-def computing(exported: ExportedProgram, ranges: ValueRanges) -> Iterator[Node]:
+def computing(exported: Program, ranges: ValueRanges) -> Iterator[Node]:
     """The nodes that compute something from an input; what only moves elements, or is constant, does not count."""
     depends = {node for node in exported.graph.nodes if node.op == "placeholder" and held_by(exported, node) is None}
     for node in exported.graph.nodes:
@@ -117,7 +116,7 @@ def _casts(node: Node) -> bool:
     return not isinstance(first, Node) or first.meta["val"].dtype != node.meta["val"].dtype
 
 
-def case_of(exported: ExportedProgram, ranges: ValueRanges, node: Node, *, small: bool) -> Case:
+def case_of(exported: Program, ranges: ValueRanges, node: Node, *, small: bool) -> Case:
     """The operator of a node with small operands, or with those that it has. Nothing is computed."""
     tensors = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     large = sorted({int(size) for tensor in tensors for size in tensor.shape if size > _FEW}) if small else []
@@ -139,7 +138,7 @@ def case_of(exported: ExportedProgram, ranges: ValueRanges, node: Node, *, small
 
 
 def _take_operand(
-    exported: ExportedProgram, ranges: ValueRanges, node: Node, operand: Node, parts: _Parts, limits: dict[Node, int]
+    exported: Program, ranges: ValueRanges, node: Node, operand: Node, parts: _Parts, limits: dict[Node, int]
 ) -> Any:
     recorded = operand.meta.get("val")
     if not isinstance(recorded, torch.Tensor):

@@ -15,16 +15,14 @@ import torch
 from torch import nn
 
 from refold.errors import PreparationFailed
-from refold.executors.cuda_graph import CudaGraph
 from refold.executors.input_spec import InputSpec, refuse_gradients
 from refold.executors.interface import Checked, Executor, refuse_training
+from refold.executors.sized_cuda_graphs import Ready, recorded
 from refold.executors.split_packing import KEPT, STARTS, SplitPacking, split_packing
 from refold.patterns.packing.token_operators import MASKED
 
 STEP = 128
 """Tokens are rounded up to a multiple of this."""
-_GRAPHS = 64  # that are kept for different sizes
-_SIGHTINGS = 3  # of sizes until a graph is recorded for them
 
 
 class PackedCudaGraph(Executor):
@@ -33,6 +31,8 @@ class PackedCudaGraph(Executor):
     name = "packed+cuda_graph"
     takes_any_size = True
     keeps_meaning = True
+    is_python = True
+    takes_packed = True
 
     def __init__(self, record: Callable[[nn.Module], Executor] | None = None) -> None:
         self._record = record or _recorded
@@ -97,21 +97,4 @@ class PackedRunner(Checked):
 
 
 def _recorded(module: nn.Module) -> Executor:
-    return CudaGraph(
-        "recorded", inner=_CompiledOnce(module), max_shapes=_GRAPHS, new_shapes="capture", sightings=_SIGHTINGS
-    )
-
-
-class _CompiledOnce(Executor):
-    """The same compiled code for every size that is recorded."""
-
-    name = "compiled once"
-
-    def __init__(self, module: nn.Module) -> None:
-        self.code = torch.compile(module, dynamic=True)
-
-    def available(self, device: torch.device) -> str | None:
-        return None
-
-    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        return self.code
+    return recorded(Ready("compiled once", torch.compile(module, dynamic=True)))

@@ -18,6 +18,8 @@ class Plain(Executor):
     name = "plain"
     takes_any_size = True
     keeps_meaning = True
+    is_python = True
+    takes_packed = True
 
     def available(self, device: torch.device) -> str | None:
         return None

@@ -50,6 +50,13 @@ class RecordedSizes(Generic[_Recording]):
         """Give up the recording that was not used for longest."""
         self._postpone(self.recordings.popitem(last=False)[0])
 
+    def forget_all(self) -> bool:
+        """Give up all recordings; whether there were some."""
+        held = bool(self.recordings)
+        while self.recordings:
+            self.forget_oldest()
+        return held
+
     def _postpone(self, sizes: Hashable) -> None:
         self._needed[sizes] = 2 * self._needed.get(sizes, self._sightings)
         self._seen.pop(sizes, None)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 from torch.fx import Node
 
 from refold.errors import PreparationFailed
 from refold.executors.guards import Bounds, Guard, Open, OpenMask
 from refold.executors.indices import index_limits, reads_anywhere
 from refold.executors.semantics import FINITE, NARROW, OPEN, POSITIVE, Answer
-from refold.executors.value_ranges import DATA, MOVING, Range, ValueRanges, bare_name, rule_for
+from refold.executors.value_ranges import DATA, MOVING, Program, Range, ValueRanges, bare_name, rule_for
 from refold.graph.arguments import argument
 
 _WHOLE = 2**24  # beyond, integers that an engine computes as float32 are not exact
@@ -52,13 +51,13 @@ class Input:
         return min(most, torch.finfo(self.example.dtype).max / 16) if most == most else _LEAST_LIMIT
 
 
-def inputs_of(exported: ExportedProgram, tensors: list[torch.Tensor]) -> list[Input]:
+def inputs_of(exported: Program, tensors: list[torch.Tensor]) -> list[Input]:
     """The inputs of a program, with the example that it was exported with."""
     names = [str(name) for name in exported.graph_signature.user_inputs]
     return [Input(place, name, tensor) for place, (name, tensor) in enumerate(zip(names, tensors, strict=True))]
 
 
-def weakest_guard(exported: ExportedProgram, inputs: list[Input], answers: Mapping[Node, Answer]) -> Guard:
+def weakest_guard(exported: Program, inputs: list[Input], answers: Mapping[Node, Answer]) -> Guard:
     """The guard with the fewest conditions under which an engine gives what torch gives; raises where there is none."""
     indices, problem = _index_inputs(exported), ""
     held: dict[str, Range] = {}
@@ -75,7 +74,17 @@ def weakest_guard(exported: ExportedProgram, inputs: list[Input], answers: Mappi
     raise PreparationFailed(problem)
 
 
-def index_guard(exported: ExportedProgram, inputs: list[Input]) -> Guard:
+def why_not_at(exported: Program, guard: Guard, inputs: list[Input], answers: Mapping[str, Answer]) -> str | None:
+    """Why a guard does not do where the program has other sizes; None if it does. `answers` by the names of nodes."""
+    bounds = {inputs[each.place].name: each for each in guard if isinstance(each, Bounds)}
+    known: dict[str, Range | torch.Tensor] = {name: Range(each.low, each.high) for name, each in bounds.items()}
+    opened = [each.place for each in guard if isinstance(each, OpenMask) and each.positions == "all"]
+    known |= {inputs[place].name: Range(1, 1) for place in opened}
+    there = {node: answers[node.name] for node in exported.graph.nodes if node.name in answers}
+    return next(_problems(exported, ValueRanges(exported, known), there), None)
+
+
+def index_guard(exported: Program, inputs: list[Input]) -> Guard:
     """Bounds of the inputs that are indices."""
     indices = _index_inputs(exported)
     return tuple(Bounds(each.place, *indices[each.name][:2]) for each in inputs if each.name in indices)
@@ -107,7 +116,7 @@ def _range(each: Input, indices: Mapping[str, Range], level: int) -> Range | tor
     return Range(least if level < 3 else 0, most)
 
 
-def _index_inputs(exported: ExportedProgram) -> dict[str, Range]:
+def _index_inputs(exported: Program) -> dict[str, Range]:
     """The inputs whose elements are used as indices as they are, with the places that there are."""
     found: dict[str, Range] = {}
     for node in exported.graph.nodes:
@@ -130,7 +139,7 @@ def _source(node: Node) -> Node | None:
     return node if node.op == "placeholder" else None
 
 
-def _problems(exported: ExportedProgram, ranges: ValueRanges, answers: Mapping[Node, Answer]) -> Iterator[str]:
+def _problems(exported: Program, ranges: ValueRanges, answers: Mapping[Node, Answer]) -> Iterator[str]:
     """What may happen in a program that an engine does otherwise than torch, or that is not safe."""
     for node in exported.graph.nodes:
         if node.op != "call_function" or node in ranges.known:
@@ -195,7 +204,7 @@ def _is_narrow(node: Node, found: Range | None) -> bool:
 
 
 def _open_masks(
-    exported: ExportedProgram,
+    exported: Program,
     inputs: list[Input],
     known: Mapping[str, Any],
     answers: Mapping[Node, Answer],
@@ -233,7 +242,7 @@ def _trials(given: list[Input], rung: Open) -> Iterator[dict[str, torch.Tensor]]
         yield trial
 
 
-def _are_open(exported: ExportedProgram, known: Mapping[str, Any], masks: set[Any], held: dict[str, Range]) -> bool:
+def _are_open(exported: Program, known: Mapping[str, Any], masks: set[Any], held: dict[str, Range]) -> bool:
     """Whether every row of every mask has an open position, for these inputs."""
     ranges = ValueRanges(exported, known, held)
     found = [ranges.known.get(mask) for mask in masks]

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 
 from refold.executors.operator_cases import PLAIN, RUNS, Batch, Case, case_of, computing, drawn
-from refold.executors.value_ranges import ValueRanges
+from refold.executors.value_ranges import Program, ValueRanges
 from refold.nested import tensors_in
 from refold.wording import first_line
 
@@ -52,7 +51,7 @@ Answers = dict[str, Answer]
 _KEPT: dict[Any, Answers] = {}
 
 
-def answers_for(engine: Any, build: Build, exported: ExportedProgram, ranges: ValueRanges) -> dict[Any, Answer]:
+def answers_for(engine: Any, build: Build, exported: Program, ranges: ValueRanges) -> dict[Any, Answer]:
     """For each node that computes something: what is known of the engine there. Answers are kept for the process."""
     kept = _KEPT.setdefault(engine, {})
     keys, unknown = {}, {}
@@ -72,7 +71,7 @@ def answers_for(engine: Any, build: Build, exported: ExportedProgram, ranges: Va
     return {node: kept[key] for node, key in keys.items()}
 
 
-def _that_runs(exported: ExportedProgram, ranges: ValueRanges, node: Any, case: Case) -> Case:
+def _that_runs(exported: Program, ranges: ValueRanges, node: Any, case: Case) -> Case:
     """The case with small operands where torch takes them, else with those of the model."""
     if _computed(case, PLAIN) is not None:
         return case

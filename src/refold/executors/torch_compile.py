@@ -16,6 +16,7 @@ from refold.errors import PreparationFailed
 from refold.executors.input_spec import InputSpec, example
 from refold.executors.interface import CallRunner, Executor, Runner, refuse_training
 from refold.executors.meaning import prepare_compiled
+from refold.executors.open_axes import OpenAxes
 from refold.executors.strides import Strides, writes_into_inputs
 from refold.nested import OUTPUT, Tree, flatten, rebuild, rebuilder
 from refold.wording import first_line
@@ -43,6 +44,7 @@ class _Inductor(Executor):
         self.takes_minutes = "max-autotune" in (mode or "") or bool((options or {}).get("max_autotune"))
 
     keeps_meaning = True
+    is_python = True
 
     def available(self, device: torch.device) -> str | None:
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -123,6 +125,54 @@ class FrozenRunner(Runner):
         laid_out = tensors if self.strides.fit(tensors) else self.strides.given_to(tensors)
         args, kwargs = self.assemble(laid_out)
         return self.compiled(*args, **kwargs)
+
+
+class CompileOnce(_Inductor):
+    """`torch.compile` for all sizes that capture left open: compiled once, with those sizes marked, and with guards on
+    sizes alone, since all else is checked here. What they do not let through runs the module: no call compiles."""
+
+    takes_any_size = True
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        refuse_training(module)
+        axes = OpenAxes.of(module, args, kwargs)
+        spec, tree, tensors = example(args, kwargs, open_sizes=True)
+        apart = axes.told_apart(tensors)
+        for index, dim in axes.places():
+            torch._dynamo.mark_dynamic(apart[index], dim)
+        options = {**(self.options or {}), "guard_filter_fn": _guards_on_sizes}
+        once: Any = {"fullgraph": True, "recompile_limit": 1}
+        compiled = torch.compile(_own_code(module), options=options, **once)
+        runner = OpenRunner(spec, module, compiled, tree, tensors)
+        with torch.no_grad(), _failures_named(self.name):
+            runner.compute(apart)
+            runner.compute(tensors)
+        return prepare_compiled(self, module, args, kwargs, runner, axes.from_two())
+
+
+class OpenRunner(FrozenRunner):
+    """Calls code that was compiled for any size; where that would be compiled once more, the module."""
+
+    def __init__(self, spec: InputSpec, module: nn.Module, *rest: Any) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        super().__init__(spec, module, *rest)
+        self.module, self.would_compile = module, FailOnRecompileLimitHit
+
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        try:
+            return self.compute(tensors)
+        except self.would_compile:
+            args, kwargs = self.assemble(tensors)
+            return self.module(*args, **kwargs)
+
+    def compute(self, tensors: list[torch.Tensor]) -> Any:
+        """By the compiled code alone."""
+        return super().run(tensors)
+
+
+def _guards_on_sizes(entries: Sequence[Any]) -> list[bool]:
+    return [entry.guard_type == "SHAPE_ENV" for entry in entries]
 
 
 def _no_guards(entries: Sequence[Any]) -> list[bool]:

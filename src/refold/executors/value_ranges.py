@@ -11,11 +11,10 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from refold.graph.arguments import argument
@@ -24,6 +23,19 @@ from refold.patterns.rule_table import RuleTable
 
 DATA = 1e6
 _SMALL = 2**20  # elements: larger constants are not evaluated
+
+
+class Program(Protocol):
+    """An exported program, or the same at other sizes."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def graph_signature(self) -> Any: ...
+    @property
+    def state_dict(self) -> dict[str, Any]: ...
+    @property
+    def constants(self) -> dict[str, Any]: ...
 
 
 class Range(NamedTuple):
@@ -47,7 +59,7 @@ class ValueRanges:
 
     def __init__(
         self,
-        exported: ExportedProgram,
+        exported: Program,
         inputs: Mapping[str, Range | torch.Tensor],
         held: dict[str, Range] | None = None,
     ) -> None:
@@ -130,6 +142,8 @@ class ValueRanges:
 
     def _evaluated(self, node: Node) -> Any:
         recorded = node.meta.get("val")
+        if isinstance(recorded, int):  # a size
+            return recorded
         if node.op != "call_function" or any(n not in self.known for n in node.all_input_nodes):
             return None
         if not isinstance(recorded, torch.Tensor) or not all(type(size) is int for size in recorded.shape):
@@ -161,7 +175,7 @@ class ValueRanges:
         return found if found.within(whole.low, whole.high) else whole
 
 
-def held_by(exported: ExportedProgram, node: Node) -> torch.Tensor | None:
+def held_by(exported: Program, node: Node) -> torch.Tensor | None:
     """The parameter, buffer or constant that a placeholder stands for; None for an input."""
     signature = exported.graph_signature
     name = signature.inputs_to_parameters.get(node.name) or signature.inputs_to_buffers.get(node.name)

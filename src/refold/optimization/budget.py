@@ -39,6 +39,10 @@ class Budget:
         """All that was spent so far went into capturing the model."""
         self.capturing = self.spent
 
+    def restart(self) -> None:
+        """Nothing is spent yet: what passed was waiting for another process."""
+        self._start = time.monotonic()
+
     @property
     def spent(self) -> float:
         """Seconds since the start."""

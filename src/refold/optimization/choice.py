@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
+from refold.call_arguments import CallArguments
 from refold.errors import RefoldError
 from refold.executors import Executor, Plain, PreparationFailed, executor_named, executors, unavailable
 from refold.executors.catalogue import why_unavailable
@@ -16,17 +18,19 @@ from refold.executors.meaning import prepare_as_torch
 from refold.measurement.timing import Comparison, Measurement, measure_many, rounds_needed
 from refold.nested import OUTPUT, flatten
 from refold.optimization.expectations import most_promising_first, why_not_in_time
+from refold.optimization.interruptible import interruptibly
 from refold.optimization.job import Job
 from refold.optimization.padded_example import PaddedExample
 from refold.optimization.progress import silent
 from refold.optimization.steps import Rewritten
+from refold.patterns.packing.dense_graph import with_padding
 from refold.verification.accuracy import OutputReference
 from refold.wording import first_line
 
 ORIGINAL = "original"
 _MEASURE_SECONDS = {"quick": 1.5, "default": 4.0, "max": 10.0}
 _CONFIDENCE = 0.95
-_CLOSE = 1.3  # at the example's sizes: what is slower by more is not raced at others
+_MOST_RACED = 3  # at other sizes: the fastest at the example's
 _REWRITTEN = "rewritten"
 
 
@@ -37,6 +41,16 @@ class Candidates:
     ready: dict[str, Callable[..., Any]] = field(default_factory=dict)
     grades: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReadyExecutor:
+    """One way to run a model, and the executor that prepared it: None for the original."""
+
+    name: str
+    run: Callable[..., Any]
+    reads_live_weights: bool
+    executor: Executor | None = None
 
 
 @dataclass
@@ -51,16 +65,17 @@ class ExecutorChoice:
     grades: dict[str, str] = field(default_factory=dict)
     rewriting: Measurement | None = None
     """The chosen executor without the rewrites, against itself with them."""
-    at_any_size: tuple[Executor, Callable[..., Any]] | None = None
+    at_any_size: ReadyExecutor | None = None
     """What runs calls of other sizes than the example's."""
 
     def prepare_again(self, module: nn.Module, job: Job) -> None:
         """Prepare what was chosen for another graph."""
         executor, ran = executor_named(self.name), self.run
-        self.run = prepare_as_torch(executor, module, *job.arguments)
-        if self.at_any_size is not None:
-            other, run = self.at_any_size
-            self.at_any_size = other, self.run if run is ran else other.prepare(module, *job.arguments)
+        self.run = _made(job, executor, module)
+        other = self.at_any_size
+        if other is not None and other.executor is not None:
+            run = self.run if other.run is ran else _made(job, other.executor, module)
+            self.at_any_size = replace(other, run=run)
 
     @property
     def rewrites_hinder(self) -> bool:
@@ -100,6 +115,7 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
         memory=job.effort == "max",
     )
     left_out |= comparison.failed
+    comparison = _with_earlier_rounds(job, comparison)
     name = job.backend
     if name == "auto":
         comparison, name = _winner(job, comparison, candidates)
@@ -107,15 +123,31 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
     run = found.ready.get(name, job.original)
     choice = ExecutorChoice(name, run, reads_live_weights, comparison, left_out, found.grades)
     if job.others is not None and rewritten.gm is not None:
-        choice.at_any_size = _at_any_size(job, rewritten.gm, wanted, found.ready, comparison, as_called)
+        other = _at_any_size(job, rewritten.gm, wanted, found.ready, comparison, as_called)
+        choice.at_any_size = other
+        if job.backend == "auto" and name != ORIGINAL and _is_level(comparison, name, other.name):
+            choice.name, choice.run, choice.reads_live_weights = other.name, other.run, other.reads_live_weights
+            name = other.name
     if rewritten.is_changed and name not in (ORIGINAL, Plain.name):
         _try_without_rewrites(job, choice, wanted[name], rewritten)
     return choice
 
 
+def _with_earlier_rounds(job: Job, comparison: Comparison) -> Comparison:
+    """Together with the rounds of an earlier race, behind those of this one: rounds of all stand side by side."""
+    timings = {} if job.earlier is None else job.earlier.timings
+    alive = [name for name in timings if name in comparison.timings and not comparison.timings[name].dropped]
+    return comparison.followed_by(job.earlier.among(alive)) if job.earlier is not None else comparison
+
+
+def _is_level(comparison: Comparison, name: str, other: str) -> bool:
+    """Whether what takes any size is as fast at the example's as the fastest there: then it does for both."""
+    return other in comparison.timings and not comparison.between(other, name).faster
+
+
 def _as_before(job: Job, rewritten: Rewritten) -> ExecutorChoice | None:
     """The executors that were chosen before; None where the one for the example's sizes is not ready."""
-    wanted = {name: available_executor(name, job.device) for name in job.known}
+    wanted = {name: available_executor(name, job.device) for name in job.known if name != ORIGINAL}
     gm, name = rewritten.gm, job.known[0]
     found = _prepare(replace(job, effort="max"), wanted, job.model if gm is None else gm, rewritten.reference)
     if name not in found.ready:
@@ -123,12 +155,23 @@ def _as_before(job: Job, rewritten: Rewritten) -> ExecutorChoice | None:
     run = found.ready[name]
     choice = ExecutorChoice(name, run, wanted[name].reads_live_weights, None, found.left_out, found.grades)
     if job.others is not None and gm is not None:
-        fitting = [each for each in reversed(job.known) if each in found.ready and wanted[each].takes_any_size]
-        plain = Plain()
-        choice.at_any_size = (
-            (wanted[fitting[0]], found.ready[fitting[0]]) if fitting else (plain, plain.prepare(gm, *job.arguments))
-        )
+        other = job.known[-1]
+        if other == ORIGINAL:
+            choice.at_any_size = ReadyExecutor(ORIGINAL, job.original, True)
+        elif other in found.ready and wanted[other].takes_any_size:
+            choice.at_any_size = ready_executor(wanted[other], found.ready[other])
+        else:
+            choice.at_any_size = _plainly(job, gm)
     return choice
+
+
+def ready_executor(executor: Executor, run: Callable[..., Any]) -> ReadyExecutor:
+    """An executor with what it has prepared."""
+    return ReadyExecutor(executor.name, run, executor.reads_live_weights, executor)
+
+
+def _plainly(job: Job, gm: nn.Module) -> ReadyExecutor:
+    return ready_executor(Plain(), Plain().prepare(gm, *job.arguments))
 
 
 def _at_any_size(
@@ -138,31 +181,48 @@ def _at_any_size(
     ready: Mapping[str, Callable[..., Any]],
     comparison: Comparison,
     as_called: AsCalled,
-) -> tuple[Executor, Callable[..., Any]]:
-    """What runs calls of other sizes: the fastest on the mix of sizes, of those that take any."""
+) -> ReadyExecutor:
+    """What runs calls of other sizes: the fastest on the mix of sizes, of those that take any; the original where that
+    is faster, if only at one of the sizes."""
     open_ones = {name: run for name, run in ready.items() if wanted[name].takes_any_size and name in comparison.timings}
     if not open_ones:
-        return Plain(), Plain().prepare(gm, *job.arguments)
-    medians = {name: comparison.timings[name].median for name in open_ones}
-    best = min(medians, key=medians.__getitem__)
-    open_ones = {name: run for name, run in open_ones.items() if medians[name] < _CLOSE * medians[best]}
-    if len(open_ones) > 1:
-        candidates = {name: _mixed(job, as_called(wanted[name], run)) for name, run in open_ones.items()}
-        best = _compare(job, candidates).best
-    return wanted[best], open_ones[best]
+        return _plainly(job, gm)
+    fastest = sorted(open_ones, key=lambda name: comparison.timings[name].median)[:_MOST_RACED]
+    runs = {name: as_called(wanted[name], open_ones[name]) for name in fastest}
+    job.progress("timing at other sizes", 0.93)
+    best = _best_on_mix(job, runs)
+    if best == ORIGINAL:
+        return ReadyExecutor(ORIGINAL, job.original, True)
+    return ready_executor(wanted[best], open_ones[best])
 
 
-def _mixed(job: Job, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that has the whole mix of sizes run, whatever it is given, so that it is timed as one call."""
+def _best_on_mix(job: Job, runs: dict[str, Callable[..., Any]]) -> str:
+    """Which of these takes the least time for the whole mix of sizes, and is not slower than the original at any."""
     calls = (job.inputs, *(job.others.calls if job.others is not None else ()))
-    return lambda *_args, **_kwargs: [call.given_to(run) for call in calls]
+    is_free = job.backend == "auto"
+    if len(runs) < 2 and not is_free:
+        return next(iter(runs))
+    candidates = runs | ({ORIGINAL: job.original} if is_free else {})
+    seconds = _seconds(job) / len(calls)
+    races = [_compare(job, candidates, inputs=call, seconds=seconds, keep=candidates) for call in calls]
+    raced = [name for name in candidates if all(name in race.timings for race in races)]
+    if is_free:
+        raced = [name for name in raced if not any(_is_slower(race, name) for race in races)]
+    return min(raced, key=lambda name: sum(race.timings[name].median for race in races))
+
+
+def _is_slower(race: Comparison, name: str) -> bool:
+    """Whether a way is slower than the original, beyond the noise."""
+    return name != ORIGINAL and race.between(ORIGINAL, name).slower
 
 
 def _executors_for(job: Job) -> tuple[dict[str, Executor], dict[str, str]]:
     """The executors that the job asks for, and why others cannot be used."""
     if job.backend != "auto":
         return {job.backend: available_executor(job.backend, job.device)}, {}
-    return executors(job.device), unavailable(job.device)
+    found = executors(job.device)
+    wanted = found if job.only is None else {name: found[name] for name in found if name in job.only}
+    return wanted, unavailable(job.device)
 
 
 def available_executor(name: str, device: torch.device) -> Executor:
@@ -177,6 +237,7 @@ def available_executor(name: str, device: torch.device) -> Executor:
 def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, reference: OutputReference) -> Candidates:
     """Prepare the executors, and check the outputs of each."""
     found, padded = Candidates(), PaddedExample(module, job.inputs)
+    dense = with_padding(module) if isinstance(module, GraphModule) else module
     for i, executor in enumerate(most_promising_first(wanted.values(), job.budget.capturing)):
         name = executor.name
         job.progress(f"preparing {name}", 0.9 * i / len(wanted))
@@ -185,7 +246,7 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
             found.left_out[name] = reason
             continue
         try:
-            run = prepare_as_torch(executor, module, *job.arguments)
+            run = _made(job, executor, module if executor.takes_packed else dense)
             output = job.call(run)
             _refuse_layouts(output)
             graded = reference.grade(output)
@@ -204,6 +265,15 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
     return found
 
 
+def _made(job: Job, executor: Executor, module: nn.Module) -> Callable[..., Any]:
+    """What an executor prepares; Ctrl-C need not wait for what is not Python."""
+
+    def prepare() -> Callable[..., Any]:
+        return prepare_as_torch(executor, module, *job.arguments)
+
+    return prepare() if executor.is_python else interruptibly(prepare)
+
+
 def _objection_at_other_sizes(job: Job, executor: Executor, run: Callable[..., Any]) -> str | None:
     """What is wrong at other sizes with what takes any. The graph itself was tried at them before."""
     if job.others is None or not executor.takes_any_size or executor.name == Plain.name:
@@ -215,6 +285,8 @@ def _why_not_now(job: Job, executor: Executor, ready: Collection[str]) -> str | 
     """Why there is no time for an executor."""
     if job.effort == "quick" and executor.name != Plain.name:
         return "effort='default' tries it"
+    if executor.takes_any_size and not executor.is_python and job.others is None:
+        return "sizes are those of the example alone"
     if job.effort != "max" and executor.takes_minutes:
         return "preparing it takes minutes; effort='max' tries it"
     if job.effort != "max" and executor.superseded_by in ready:
@@ -255,16 +327,24 @@ def _try_without_rewrites(job: Job, choice: ExecutorChoice, executor: Executor, 
         return
     choice.rewriting = compared.between(name, _REWRITTEN)
     if choice.rewrites_hinder:
+        if choice.at_any_size is not None and choice.at_any_size.run is choice.run:
+            choice.at_any_size = replace(choice.at_any_size, run=found.ready[name])
         choice.run, choice.grades = found.ready[name], choice.grades | found.grades
 
 
-def _compare(job: Job, candidates: Mapping[str, Callable[..., Any]], keep: Collection[str] = ()) -> Comparison:
+def _compare(
+    job: Job,
+    candidates: Mapping[str, Callable[..., Any]],
+    keep: Collection[str] = (),
+    inputs: CallArguments | None = None,
+    seconds: float | None = None,
+) -> Comparison:
     """Time a few candidates until one is faster beyond the noise. Two rounds of calls that take seconds decide nothing:
     without a time budget there are as many as it needs."""
     return measure_many(
         candidates,
-        job.inputs,
-        time_budget=_seconds(job),
+        inputs or job.inputs,
+        time_budget=seconds or _seconds(job),
         at_least=rounds_needed(_CONFIDENCE) if job.budget.seconds is None else 2,
         until_decided=True,
         confidence=_CONFIDENCE,

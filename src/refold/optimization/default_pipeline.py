@@ -68,6 +68,8 @@ def chosen_pipeline(
 def usual_for(
     transformations: tuple[Transformation, ...], device: torch.device, effort: str
 ) -> tuple[Transformation, ...]:
-    """The usual transformations, and RemovePadding where what it makes can be run at once: on a GPU, packed batches run
-    fast by graphs that are compiled and recorded for them alone. (Pipelines that are saved do without it.)"""
-    return transformations if device.type == "cuda" and effort != "max" else (*transformations, RemovePadding())
+    """The usual transformations as they are for inference: what depends on weights alone is computed once. And
+    RemovePadding where what it makes can be run at once: on a GPU, packed batches run fast by graphs that are compiled
+    and recorded for them alone."""
+    usual = tuple(FoldConstants(parameters=True) if t == FoldConstants() else t for t in transformations)
+    return usual if device.type == "cuda" and effort != "max" else (*usual, RemovePadding())

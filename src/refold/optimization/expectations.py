@@ -31,13 +31,17 @@ _UNKNOWN = Expectation(1.1, 1.0, 3.0)
 _TABLE = {
     "plain": Expectation(1.0, 0.0, 0.1),
     "onednn": Expectation(1.3, 0.0, 0.1),
-    "openvino": Expectation(1.4, 1.0, 1.7),
+    "openvino-open": Expectation(1.6, 1.0, 2.0),
+    "openvino": Expectation(1.5, 1.0, 1.7),
+    "onnxruntime-open": Expectation(1.45, 1.0, 3.0),
     "onnxruntime": Expectation(1.4, 1.0, 3.0),
     "onnxruntime-opset23": Expectation(1.4, 1.0, 3.0),
     "compile-freezing": Expectation(1.3, 4.0, 5.0),
     "compile-freezing-autotune": Expectation(1.35, 60.0, 20.0),
+    "compile-open": Expectation(1.1, 5.0, 4.0),
     "compile": Expectation(1.15, 4.0, 4.0),
     "packed+cuda_graph": Expectation(5.0, 15.0, 3.0),
+    "compile-open+cuda_graph": Expectation(3.6, 5.0, 3.0),
     "cuda_graph": Expectation(2.5, 0.5, 0.3),
     "compile+cuda_graph": Expectation(3.5, 4.0, 3.0),
     "compile-fused+cuda_graph": Expectation(3.6, 4.0, 3.0),
@@ -47,6 +51,7 @@ _TABLE = {
     "compile-reduce-overhead": Expectation(3.0, 5.0, 4.0),
 }
 _AT_ONCE = 1.0  # seconds
+_LATE = " of the time budget are left"
 
 
 def expected_of(executor: Executor) -> Expectation:
@@ -71,7 +76,12 @@ def why_not_in_time(executor: Executor, budget: Budget) -> str | None:
     seconds = expected_of(executor).preparing(budget.capturing)
     if seconds <= budget.left or (budget.is_usual and _is_ready_at_once(executor)):
         return None
-    return f"preparing it takes about {seconds:.0f} s, and {budget.left:.0f} s of the time budget are left"
+    return f"preparing it takes about {seconds:.0f} s, and {budget.left:.0f} s{_LATE}"
+
+
+def is_out_of_time(reason: str) -> bool:
+    """Whether an executor was left out for want of time."""
+    return reason.endswith(_LATE)
 
 
 def _is_ready_at_once(executor: Executor) -> bool:

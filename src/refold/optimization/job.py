@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from refold.call_arguments import CallArguments
+from refold.measurement.timing import Comparison
 from refold.optimization.budget import Budget
+from refold.optimization.cache_folder import CacheFolder
+from refold.optimization.decision import Decision
 from refold.optimization.progress import Progress
 from refold.optimization.selected_outputs import SelectedOutputs
 from refold.optimization.sizes import OtherSizes
@@ -44,6 +47,14 @@ class Job:
     run where the first of them is ready."""
     others: OtherSizes | None = None
     """Calls of other sizes, that the user gave or that were drawn; None where the graph takes the example's alone."""
+    cache: CacheFolder | None = None
+    """Where decisions are kept between processes; None where they are not."""
+    given: Decision | None = None
+    """A decision that came with a saved model."""
+    only: tuple[str, ...] | None = None
+    """The executors that are raced; None for all that there are."""
+    earlier: Comparison | None = None
+    """Rounds of an earlier race, which count."""
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

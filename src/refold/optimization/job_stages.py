@@ -14,12 +14,15 @@ from torch.fx import GraphModule
 
 from refold.call_arguments import CallArguments
 from refold.capture.captured import why_refused
+from refold.capture.exclusive import alone
 from refold.capture.model_state import ModelState, all_or_nothing, untouched
 from refold.capture.tracing import trace
-from refold.errors import BadExample, CaptureError, RefoldError
+from refold.errors import BadDecision, BadExample, CaptureError, RefoldError
 from refold.executors import Executor, InputSpec, Plain, UnsupportedInput
 from refold.optimization.budget import EFFORTS, Budget
+from refold.optimization.cache_folder import cache_of_user
 from refold.optimization.choice import ORIGINAL, ExecutorChoice, available_executor, choose
+from refold.optimization.decision import Decision, digest_of_graph
 from refold.optimization.default_pipeline import chosen_pipeline, usual_for
 from refold.optimization.determinism import why_not_comparable, why_stateful
 from refold.optimization.fallbacks import Fallbacks
@@ -27,11 +30,13 @@ from refold.optimization.first_checks import check_model, first_call, takes
 from refold.optimization.headroom import headroom
 from refold.optimization.inventory import Inventory, names_of
 from refold.optimization.job import Job
+from refold.optimization.keeping import NOT_USED, Keeper, keeping
 from refold.optimization.optimized_module import OptimizedModule
 from refold.optimization.place import Place
 from refold.optimization.preparation import Preparation
 from refold.optimization.prepared import Prepared, Way
 from refold.optimization.progress import Progress, shown, silent
+from refold.optimization.redoing import redo, to_race
 from refold.optimization.report_building import build_report
 from refold.optimization.selected_outputs import SelectedOutputs
 from refold.optimization.sizes import OtherSizes, draw_calls, has_open_sizes, size_notes
@@ -41,6 +46,7 @@ from refold.optimization.variants import MOST_KINDS, sorted_by_kind
 from refold.optimization.watch import Watch, read_in_eval
 from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
 from refold.record.copies import shared_copy
+from refold.record.reversal import undo_below
 from refold.record.stack import history
 from refold.report.data import GraphData, ModelSummary
 from refold.report.document import Report
@@ -62,6 +68,7 @@ def optimize(
     padding: str | None = None,
     on_fallback: str = "warn",
     progress: bool | Progress | None = None,
+    cache: bool = True,
 ) -> OptimizedModule:
     """Find the fastest correct way to run a model on inputs like these, on this machine.
 
@@ -79,9 +86,40 @@ def optimize(
     a terminal. `outputs` names those that are wanted, by key or by position: the others come back as None, and what
     only they needed is not computed. `padding="zeros"` says that nobody reads outputs at padding: they are zeros there
     on every way, and padding is not computed where that pays. A call that nothing was prepared for runs the original,
-    with a `FellBack` warning once for each reason; `on_fallback="ignore"` says nothing, `"raise"` refuses it. The
-    result is called like the model; `.restore()` gives the model back.
+    with a `FellBack` warning once for each reason; `on_fallback="ignore"` says nothing, `"raise"` refuses it. What was
+    decided is kept in the user's cache folder, and holds for later processes after it was compared with the model;
+    `cache=False` neither reads nor writes there. The result is called like the model; `.restore()` gives the model
+    back.
     """
+    asked = (level, pipeline, backend, effort, time_budget, sizes, outputs, padding, on_fallback)
+    return _optimized(None, model, example_inputs, *asked, progress=progress, cache=cache)
+
+
+def optimize_as_decided(
+    decision: Decision | None, model: nn.Module, calls: list[CallArguments], **settings: Any
+) -> tuple[OptimizedModule, list[str]]:
+    """The same with a decision that came from elsewhere, if it holds here; and sentences that say why it does not."""
+    fast = _optimized(decision, model, calls, **settings, progress=None, cache=True)
+    return fast, [note for note in fast.report.notes if note.startswith(NOT_USED)]
+
+
+def _optimized(
+    given: Decision | None,
+    model: nn.Module,
+    example_inputs: Any,
+    level: str,
+    pipeline: Sequence[Transformation] | Transformation | None,
+    backend: str,
+    effort: str,
+    time_budget: float | None,
+    sizes: str,
+    outputs: Sequence[str | int] | None,
+    padding: str | None,
+    on_fallback: str,
+    *,
+    progress: bool | Progress | None,
+    cache: bool,
+) -> OptimizedModule:
     _check_settings(sizes, effort, time_budget, padding)
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
@@ -98,7 +136,7 @@ def optimize(
             usual = time_budget is None
             budget = Budget.usual(model, inputs.device(model), effort) if usual else Budget(time_budget)
             how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
-            job = Job(model, inputs, *how)
+            job = Job(model, inputs, *how, cache=cache_of_user() if cache else None, given=given)
             by = Preparation(job, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
             return _for_all_kinds(by, further, chosen.of if chosen is not None else None, fallbacks)
 
@@ -114,7 +152,7 @@ def _for_all_kinds(
     """Prepare for the calls that were given: those like the first, then those of other kinds. Calls of sizes that the
     graph of the first does not take are such a kind."""
     job, prepared = by.job, by.first()
-    later = replace(by, job=replace(job, progress=silent))
+    later = replace(by, job=replace(job, progress=silent, given=None))
     fast = OptimizedModule(job.model, prepared, later, select, fallbacks)
     is_other = prepared.graph_module is not None and job.open_sizes
     refused = [[call] for call in by.others if is_other and prepared.why_not(call) is not None]
@@ -172,7 +210,48 @@ def _prepare(job: Job, others: Sequence[CallArguments]) -> Prepared:
 def _run_stages(job: Job, others: Sequence[CallArguments]) -> Prepared:
     if job.backend != "auto":
         available_executor(job.backend, job.device)  # checked before the long work
-    job.progress("capturing", 0.0)
+    with keeping(job, others) as keeper:
+        job.progress("capturing", 0.0)
+        prepared = keeper.use(lambda decision, weights: _as_decided(job, others, keeper, decision, weights))
+        prepared = _decided_anew(job, others, keeper) if prepared is None else prepared
+        report = replace(prepared.report, notes=(*prepared.report.notes, *keeper.notes))
+        return replace(prepared, report=report)
+
+
+def _as_decided(
+    job: Job, others: Sequence[CallArguments], keeper: Keeper, decision: Decision, weights: str
+) -> Prepared:
+    """The ways to run a model that were decided on before, compared with the model; `BadDecision` where they cannot
+    be."""
+    captured = _capture(job)
+    job.budget.captured()
+    if isinstance(captured, str):
+        raise BadDecision(captured)
+    inventory = Inventory.of(job.model, captured)
+    job, _ = _with_zeros(job, captured)
+    is_open = bool(to_race(job, decision))
+    calls = _calls_of_other_sizes(job, captured, others, 2 if is_open else 1)
+    if is_open:
+        job = _with_other_sizes(job, calls)
+    try:
+        found = redo(job, captured, calls, decision, weights, _choose)
+        prepared = _prepared(job, found.rewritten, found.choice, found.report)
+    except BaseException:
+        if history(captured):
+            alone(lambda: undo_below(captured))
+        raise
+    again = keeper.decided_again(decision, weights, found)
+    report = replace(found.report, notes=(*found.report.notes, found.sentence(decision)))
+    return _completed(job, replace(prepared, report=report, decision=again), inventory)
+
+
+def _completed(job: Job, prepared: Prepared, inventory: Inventory | None) -> Prepared:
+    gm = prepared.graph_module
+    rewrites = () if gm is None else tuple(change.signature for change in history(gm))
+    return replace(prepared, inventory=inventory, zeroed=job.zeroed, rewrites=rewrites)
+
+
+def _decided_anew(job: Job, others: Sequence[CallArguments], keeper: Keeper) -> Prepared:
     with untouched(job.model):
         reason = why_not_comparable(job.model, job.inputs)
         changes = None if reason else why_stateful(job.model, job.inputs)
@@ -185,12 +264,13 @@ def _run_stages(job: Job, others: Sequence[CallArguments]) -> Prepared:
     captured = _capture(job)
     job.budget.captured()
     if isinstance(captured, str):
-        notes, inventory = [captured, *_no_zeros(job)], None
+        notes, inventory, before = [captured, *_no_zeros(job)], None, ""
         rewritten = Rewritten(None, None, GraphData(), [], OutputReference.of(job.model, job.inputs))
     else:
         inventory = Inventory.of(job.model, captured)
         job, notes = _with_zeros(job, captured)
-        job = _with_other_sizes(job, captured, others)
+        before = "" if history(captured) else digest_of_graph(captured)
+        job = _with_other_sizes(job, _calls_of_other_sizes(job, captured, others))
         notes += size_notes(captured) if job.open_sizes else []
         rewritten = rewrite(job.part(0.1, 0.55), captured)
         notes += hints_about_padding(step.result for step in rewritten.steps)
@@ -199,9 +279,9 @@ def _run_stages(job: Job, others: Sequence[CallArguments]) -> Prepared:
     if choice.comparison is not None and ORIGINAL in choice.comparison.timings and job.effort != "quick":
         line = headroom(job, choice.comparison.timings[ORIGINAL].median)
         notes = [*notes, *([line] if line is not None else [])]
-    prepared = _prepared(job, rewritten, choice, build_report(job.model, rewritten, choice, [*rewritten.notes, *notes]))
-    rewrites = () if rewritten.gm is None else tuple(change.signature for change in history(rewritten.gm))
-    return replace(prepared, inventory=inventory, zeroed=job.zeroed, rewrites=rewrites)
+    report = build_report(job.model, rewritten, choice, [*rewritten.notes, *notes])
+    decision = keeper.keep(keeper.decide(before, rewritten, choice, report))
+    return _completed(job, replace(_prepared(job, rewritten, choice, report), decision=decision), inventory)
 
 
 def _with_zeros(job: Job, captured: GraphModule) -> tuple[Job, list[str]]:
@@ -217,12 +297,20 @@ def _no_zeros(job: Job) -> list[str]:
     return [] if job.padding is None else ["padding='zeros' makes no difference: there is no graph of the model."]
 
 
-def _with_other_sizes(job: Job, captured: GraphModule, given: Sequence[CallArguments]) -> Job:
-    """The job with calls of other sizes: those that were given, or drawn ones."""
+def _calls_of_other_sizes(
+    job: Job, captured: GraphModule, given: Sequence[CallArguments], most: int = 2
+) -> list[CallArguments] | None:
+    """Calls of other sizes: those that were given, or drawn ones, not more than so many; None where sizes are fixed."""
     if not (job.open_sizes and has_open_sizes(captured)):
-        return job
+        return None
     taken = [call for call in given if why_refused(captured, call.args, call.kwargs) is None]
-    calls = taken or draw_calls(job.inputs, captured, job.model)
+    return taken or draw_calls(job.inputs, captured, job.model, most)
+
+
+def _with_other_sizes(job: Job, calls: list[CallArguments] | None) -> Job:
+    """The job with calls of other sizes."""
+    if calls is None:
+        return job
     model = job.original if job.outputs is None else job.outputs.called(job.original)
     return replace(job, others=OtherSizes(model, calls))
 
@@ -306,11 +394,10 @@ def _as_called(
 
 def _prepared(job: Job, rewritten: Rewritten, choice: ExecutorChoice, report: Report) -> Prepared:
     way = _way(job, rewritten.gm, choice.name, choice.run, choice.reads_live_weights)
-    other = None
-    if choice.at_any_size is not None:
-        executor, run = choice.at_any_size
-        is_same = run is choice.run
-        other = way if is_same else _way(job, rewritten.gm, executor.name, run, executor.reads_live_weights)
+    other, found = None, choice.at_any_size
+    if found is not None:
+        is_same = found.run is choice.run
+        other = way if is_same else _way(job, rewritten.gm, found.name, found.run, found.reads_live_weights)
     return _put_together(job, rewritten.gm, way, other, report)
 
 

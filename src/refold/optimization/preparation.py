@@ -67,7 +67,7 @@ class Preparation:
         """The plain graph of the model as it is now, with the rewrites of these signatures, in a few seconds."""
         job, others = self._here()
         pipeline = tuple(each for each in job.pipeline if each.signature in kept)
-        job = replace(job, pipeline=pipeline, backend=Plain.name, effort="quick")
+        job = replace(job, pipeline=pipeline, backend=Plain.name, effort="quick", cache=None)
         with self.surroundings.entered():
             prepared = replace(all_or_nothing(job.model, lambda: self.prepare(job, others)), is_for_now=True)
         if prepared.graph_module is None:
@@ -106,4 +106,4 @@ def _as_before(job: Job, prepared: Prepared) -> Job:
     """A job for the executors that were chosen, where they were: then no others are tried."""
     ways = (prepared.at_example, prepared.at_any_size or prepared.at_example)
     names = tuple(dict.fromkeys(way.executor for way in ways))
-    return job if prepared.is_for_now or ORIGINAL in names else replace(job, known=names)
+    return job if prepared.is_for_now or names[0] == ORIGINAL else replace(job, known=names, cache=None)

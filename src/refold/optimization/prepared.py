@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from refold.call_arguments import CallArguments
 from refold.executors import Checked, InputSpec, UnsupportedInput, run_checked
+from refold.optimization.decision import Decision
 from refold.optimization.inventory import Inventory
 from refold.optimization.sizes import Shapes
 from refold.optimization.spelling import Spelling
@@ -68,6 +69,8 @@ class Prepared:
     """The outputs that are zeros at padding, also where the original runs."""
     rewrites: tuple[int, ...] = ()
     """The signatures of the transformations that made the graph what it is."""
+    decision: Decision | None = None
+    """All that was decided, as plain data; None where it cannot be told so."""
     is_for_now: bool = False
     """It was made in a hurry, after a move: the plain graph alone."""
     example: Shapes = field(init=False)

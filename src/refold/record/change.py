@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx.node import map_aggregate
@@ -23,6 +23,16 @@ class TableChange:
     before: dict[str, Any]
     added: tuple[str, ...]
     order: tuple[str, ...]
+
+
+class Touching(Protocol):
+    """A later change, or an edit made by hand."""
+
+    @property
+    def writes(self) -> frozenset[str]: ...
+
+    @property
+    def reads(self) -> frozenset[str]: ...
 
 
 @dataclass
@@ -91,8 +101,8 @@ class Change:
         """Of the tensors that it retained, those that no longer have the name they had."""
         return {before: after for before, after in self.retained.items() if before != after}
 
-    def conflicts_with(self, later: Change) -> bool:
-        """Whether a later change stands in the way of undoing this one."""
+    def conflicts_with(self, later: Touching) -> bool:
+        """Whether something later stands in the way of undoing this change."""
         mine = self.writes
         return overlap(later.writes, mine | self.reads) or overlap(mine, later.reads)
 

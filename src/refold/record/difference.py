@@ -16,7 +16,7 @@ from refold.fingerprint import same_bits
 from refold.fx_private import join_path, named_tensors
 from refold.record.change import Change, TableChange
 from refold.record.containers import same_items
-from refold.record.module_tree import ModuleRecord, without_history
+from refold.record.module_tree import ModuleRecord
 from refold.record.nodes import MISSING, NodeRecord, record_row, same_value
 from refold.record.snapshot import LaterState, Snapshot
 from refold.record.stored_modules import held_tensors, store_entry, with_holders
@@ -68,7 +68,7 @@ def _edits_of_nodes(before: Snapshot, after: LaterState) -> dict[str, Any]:
         return {"erased": {}, "created": {}, "changed": changed, "moved": ()}
     erased = {name: record_row(old[name], names) for name in old if name not in new}
     created = {name: record_row(new[name]) for name in new if name not in old}
-    moved = _moved([n for n in old if n in new], [n for n in new if n in old])
+    moved = moved_names([n for n in old if n in new], [n for n in new if n in old])
     return {"erased": erased, "created": created, "changed": changed, "moved": tuple(moved)}
 
 
@@ -139,10 +139,10 @@ def _changed_tables(suspects: _Pairs, copied: bool) -> dict[tuple[str, str], Tab
     changed = {}
     for path, record, other in suspects:
         others = other.tables
-        for name, entries in record.tables.items():
-            if not entries and not others[name]:
+        for name, old in record.tables.items():
+            new = others[name]
+            if not old and not new:
                 continue
-            old, new = (items if path else without_history(items) for items in (entries, others[name]))
             if not copied and list(old) == list(new) and all(map(is_, old.values(), new.values())):
                 continue
             gone = {k: v for k, v in old.items() if k not in new or not _same_entry(v, new[k], copied)}
@@ -175,7 +175,7 @@ def _changed_attributes(suspects: _Pairs, written: bool) -> dict[str, dict[str, 
     return changed
 
 
-def _moved(old: list[str], new: list[str]) -> list[str]:
+def moved_names(old: list[str], new: list[str]) -> list[str]:
     """The fewest names whose move explains the new order: those outside a longest increasing subsequence."""
     if old == new:
         return []

@@ -79,14 +79,9 @@ class ModuleRecord:
         return changed
 
     def has_children_of(self, other: ModuleRecord) -> bool:
-        """Whether a module had the same children at another moment, the history aside."""
-        mine, theirs = (without_history(record.tables.get("_modules", {})) for record in (self, other))
+        """Whether a module had the same children at another moment."""
+        mine, theirs = (record.tables.get("_modules", {}) for record in (self, other))
         return list(mine) == list(theirs) and all(map(is_, mine.values(), theirs.values()))
-
-
-def without_history(entries: dict[str, Any]) -> dict[str, Any]:
-    """A table of the root without the history."""
-    return {name: entry for name, entry in entries.items() if name != fx_private.HISTORY_CHILD}
 
 
 class ModuleTree:

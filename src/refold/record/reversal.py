@@ -19,9 +19,9 @@ from refold.record.atomicity import atomically
 from refold.record.change import Change, InitialOrder
 from refold.record.containers import FormerItems
 from refold.record.nodes import MISSING, from_refs
-from refold.record.outside_edits import ExpectedGraph
+from refold.record.outside_edits import ExpectedGraph, OutsideEdit
 from refold.record.released import ReleasedMemory
-from refold.record.stack import History, attach, history
+from refold.record.stack import History, attach, history, settle
 from refold.record.stored_modules import revive
 from refold.weights import NoInverse, Tensors
 from refold.weights.gradients import gradients_back
@@ -77,9 +77,7 @@ def undo_below(gm: GraphModule) -> GraphModule:
 def _undo_all(
     gm: GraphModule, chosen: list[int], weights: str, lint_and_recompile: bool, released: ReleasedMemory
 ) -> GraphModule:
-    expected = history(gm).expected
-    if expected is not None:
-        expected.check(gm)
+    settle(gm)
     for index in chosen:
         _undo_one(gm, index, weights, released)
     return finish(gm, lint_and_recompile)
@@ -102,15 +100,27 @@ def _undo_one(gm: GraphModule, index: int, weights: str, released: ReleasedMemor
             f"{change.label} cannot be reversed before {', '.join(blockers)}: they build on what it changed. "
             f"Reverse {'that' if len(blockers) == 1 else 'those'} first (the latest first)."
         )
+    edits = () if past.expected is None else past.expected.edits
+    _check_no_edit_in_the_way(change, [edit for edit in edits if edit.place > index])
     if weights != "original":
         _check_unmapped_weights(gm, change)
     if weights == "carry":
         _check_sources_of_constants(gm, change)
     tensors = recover_tensors(gm, change, "carry" if weights == _BELOW else weights, released)
     assert past.initial_order is not None
-    rest = (*past.changes[:index], *past.changes[index + 1 :])
-    put_back(gm, change, tensors, past.initial_order, keeps_moves=any(other.moved for other in rest))
-    attach(gm, History(rest, past.initial_order, ExpectedGraph(gm.graph)))
+    rest, edits = (*past.changes[:index], *past.changes[index + 1 :]), tuple(e.after_undoing(index) for e in edits)
+    put_back(gm, change, tensors, past.initial_order, keeps_moves=any(other.moved for other in (*rest, *edits)))
+    attach(gm, History(rest, past.initial_order, ExpectedGraph(gm.graph, edits=edits)))
+
+
+def _check_no_edit_in_the_way(change: Change, later: Iterable[OutsideEdit]) -> None:
+    """What was edited by hand later must not be what a change made, or built on."""
+    edit = next(filter(change.conflicts_with, later), None)
+    if edit is not None:
+        raise GraphEdited(
+            f"the graph was edited outside Refold since {change.label}, and the two meet: expected {edit.what}. Take "
+            f"the edit back, or call refold.commit(gm) to keep the graph as it is and give the undo records up."
+        )
 
 
 def _check_unmapped_weights(gm: GraphModule, change: Change) -> None:
@@ -226,7 +236,7 @@ def _put_nodes_back(gm: GraphModule, change: Change, initial_order: InitialOrder
         node.op, node.target, node.type = record.op, record.target, record.type
         node.args, node.kwargs = from_refs(record.args, by_name), from_refs(record.kwargs, by_name)
     for name, values in change.metas.items():
-        if name not in change.erased:
+        if name not in change.erased and name in by_name:  # it may be gone, erased outside
             _put_meta_back(by_name[name], values)
     for name in reversed(change.created):
         graph.erase_node(by_name.pop(name))
@@ -293,13 +303,10 @@ def _put_tables_back(
     leaving = []  # a module that only moved must not die between its two places
     for (path, name), entry in sorted(change.tables.items(), key=lambda item: item[0][0].count(".")):
         live = fx_private.table(gm.get_submodule(path), name)
-        carrier = live.pop(fx_private.HISTORY_CHILD, None) if path == "" else None
         leaving += [live.pop(key, None) for key in entry.added]
         back = {key: revive(value, tensors) for key, value in entry.before.items()}
         live.update(back)
         _reorder(live, entry.order, initial_order.tables.get((path, name), entry.order))
-        if carrier is not None:
-            live[fx_private.HISTORY_CHILD] = carrier
         restored += [module for module in back.values() if isinstance(module, nn.Module)]
     return restored
 

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
 from torch.fx import GraphModule
 
 from refold import fx_private
@@ -18,9 +17,9 @@ from refold.record.snapshot import LaterState, Snapshot
 _MOST_LINES = 20
 
 
-class History(nn.Module):
-    """What was done to a module, oldest first. It is a child of the module, so it goes where the module goes; it
-    holds no parameter and no buffer. It is never changed: a new one takes its place."""
+class History:
+    """What was done to a module, oldest first. It goes where the module goes, through copies and pickles. It is never
+    changed: a new one takes its place."""
 
     def __init__(
         self,
@@ -28,7 +27,6 @@ class History(nn.Module):
         initial_order: InitialOrder | None = None,
         expected: ExpectedGraph | None = None,
     ) -> None:
-        super().__init__()
         self.changes = changes
         self.initial_order = initial_order
         self.expected = expected
@@ -81,6 +79,21 @@ class History(nn.Module):
         )
 
 
+class _Carrier:
+    """Holds the history of one module as a plain attribute: pickles of a GraphModule keep those, and torch sees nothing
+    in them to script, move or store. Deep copies drop them, so a copy gets its own from here."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Carrier:
+        carrier = _Carrier(copy.deepcopy(self.history, memo))
+        module = fx_private.module_being_copied(memo)
+        if module is not None:
+            fx_private.set_plain_attribute(module, fx_private.HISTORY, carrier)
+        return carrier
+
+
 def _first_lines(change: Change) -> list[str]:
     """What a change did, but no more than people read; `change.describe()` has all of it."""
     lines = change.describe()
@@ -100,8 +113,8 @@ def check_graph_module(gm: object) -> GraphModule:
 
 def history(gm: GraphModule) -> History:
     """The history that a module carries; an empty one if nothing was done to it."""
-    found = fx_private.table(check_graph_module(gm), "_modules").get(fx_private.HISTORY_CHILD)
-    return found if isinstance(found, History) else History()
+    carrier = vars(check_graph_module(gm)).get(fx_private.HISTORY)
+    return carrier.history if isinstance(carrier, _Carrier) else History()
 
 
 def push(gm: GraphModule, change: Change, before: Snapshot, after: LaterState) -> None:
@@ -109,15 +122,23 @@ def push(gm: GraphModule, change: Change, before: Snapshot, after: LaterState) -
     past = history(gm)
     initial_order = past.initial_order or InitialOrder(tuple(before.nodes), users=before.unsorted_users())
     initial_order = initial_order.with_tables_of(change)
-    attach(gm, History((*past.changes, change), initial_order, ExpectedGraph(gm.graph, after.graph.rows)))
+    edits = () if past.expected is None else past.expected.edits
+    attach(gm, History((*past.changes, change), initial_order, ExpectedGraph(gm.graph, after.graph.rows, edits)))
+
+
+def settle(gm: GraphModule) -> None:
+    """Let the history know the graph as it is: what pickling did to it is put right, what was edited is noted."""
+    past = history(gm)
+    if past.expected is not None:
+        attach(gm, History(past.changes, past.initial_order, past.expected.settled(gm, len(past))))
 
 
 def attach(gm: GraphModule, past: History) -> GraphModule:
     """Give a module a history, for instance one that `detach` took before the module was rebuilt from its graph."""
-    children = fx_private.table(check_graph_module(gm), "_modules")
-    children.pop(fx_private.HISTORY_CHILD, None)
     if past.changes:
-        children[fx_private.HISTORY_CHILD] = past
+        fx_private.set_plain_attribute(check_graph_module(gm), fx_private.HISTORY, _Carrier(past))
+    else:
+        vars(check_graph_module(gm)).pop(fx_private.HISTORY, None)
     return gm
 
 

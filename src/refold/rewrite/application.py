@@ -21,7 +21,7 @@ from refold.record.marks import MARK
 from refold.record.outcome import Result, set_result
 from refold.record.reversal import finish
 from refold.record.snapshot import LaterState, Snapshot
-from refold.record.stack import History, attach, history, push
+from refold.record.stack import History, attach, history, push, settle
 from refold.rewrite.description import recipe_of
 from refold.weights.gradients import gradients_forward
 
@@ -39,6 +39,15 @@ class Applicable(Protocol):
 
 def apply_transformation(transformation: Applicable, gm: GraphModule, lint_and_recompile: bool) -> GraphModule:
     """Apply and record; if anything is raised on the way, the module is as it was before."""
+    expected = history(gm).expected
+    if expected is None or call_notes.recorder_of(gm) is not None or expected.is_current(gm):
+        return atomically(gm, lambda before: _transform(transformation, gm, lint_and_recompile, before))
+    return atomically(gm, lambda _: _apply_to_edited(transformation, gm, lint_and_recompile))
+
+
+def _apply_to_edited(transformation: Applicable, gm: GraphModule, lint_and_recompile: bool) -> GraphModule:
+    """Apply to a graph that is not as the last change left it: it was pickled since, or edited by hand."""
+    settle(gm)
     return atomically(gm, lambda before: _transform(transformation, gm, lint_and_recompile, before))
 
 

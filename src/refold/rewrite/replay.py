@@ -11,12 +11,12 @@ from typing import Any
 from torch.fx import GraphModule
 
 from refold import fx_private
-from refold.errors import SaveError
+from refold.errors import GraphEdited, SaveError
 from refold.graph.view import GraphView
 from refold.record.copies import meta_copy
 from refold.record.nodes import MISSING
 from refold.record.reversal import undo
-from refold.record.stack import History, attach, history
+from refold.record.stack import History, attach, history, settle
 from refold.rewrite.editor import Editor
 from refold.rewrite.registry import transformation_from
 from refold.rewrite.rule import Rewrite, Site
@@ -68,6 +68,13 @@ def base_of(gm: GraphModule) -> GraphModule:
     empty, past = meta_copy(gm), history(gm)
     if not past:
         return empty
+    settle(empty)
+    edits = history(empty).expected.edits  # type: ignore[union-attr]
+    if edits:
+        raise GraphEdited(
+            f"the graph was edited outside Refold: expected {edits[0].what}. No recipe leads to such a graph. Take the "
+            f"edit back, or make it in a transformation."
+        )
     if empty.training != past[0].training:
         set_modes(empty, {path for path, _ in fx_private.walk_modules(empty)} if past[0].training else set())
     return undo(empty, None, weights="original", lint_and_recompile=False)

@@ -149,8 +149,7 @@ def _reverse(t: Reversible, gm: GraphModule, places: Sequence[int], now: Snapsho
     with naming_written_tensors(gm, now, Recording(f"the reverse of {t!r}")):
         _run(t, gm, now)
     if not places:
-        past = history(gm)
-        return attach(gm, History(past.changes, past.initial_order, ExpectedGraph(gm.graph)))
+        return _with_graph_as_it_is(gm, history(gm))
     theirs, differences = Summary.of(gm), []
     for chosen in dict.fromkeys((tuple(places[:1]), tuple(places))):
         now.restore(gm)
@@ -188,7 +187,13 @@ def _take_theirs(t: Reversible, gm: GraphModule, now: Snapshot) -> None:
     _run(t, gm, now)
     for path, module in fx_private.walk_modules(gm):
         fx_private.set_plain_attribute(module, "training", modes.get(path, module.training))
-    attach(gm, History(rest.changes, rest.initial_order, ExpectedGraph(gm.graph)))
+    _with_graph_as_it_is(gm, rest)
+
+
+def _with_graph_as_it_is(gm: GraphModule, past: History) -> GraphModule:
+    """Give a module a history that expects the graph that is there."""
+    edits = () if past.expected is None else past.expected.edits
+    return attach(gm, History(past.changes, past.initial_order, ExpectedGraph(gm.graph, edits=edits)))
 
 
 def _run(t: Reversible, gm: GraphModule, now: Snapshot) -> None:

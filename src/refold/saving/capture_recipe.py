@@ -76,12 +76,12 @@ def capture_again(how: Mapping[str, Any], model: Model | None, example_inputs: I
             f"over: refold.load(folder, graph_module=gm)."
         )
     if method == "symbolic_trace":
-        return torch.fx.symbolic_trace(_made(model, "meta"))
-    made = _made(model, None)
-    if made is not model:
-        made.train(how.get("training") is True)
-    call = _inputs(how.get("inputs"), example_inputs)
-    return trace(made, *call.args, **_settings(how.get("asked")), **call.kwargs)
+        return torch.fx.symbolic_trace(made(model, "meta"))
+    own = made(model, None)
+    if own is not model:
+        own.train(how.get("training") is True)
+    call = recorded_inputs(how.get("inputs"), example_inputs)
+    return trace(own, *call.args, **_settings(how.get("asked")), **call.kwargs)
 
 
 def _settings(recorded: Any) -> dict[str, Any]:
@@ -91,23 +91,23 @@ def _settings(recorded: Any) -> dict[str, Any]:
     return {name: value for name, value in possible.items() if known.get(name) == value}
 
 
-def _made(model: Model, device: str | None) -> nn.Module:
+def made(model: Model, device: str | None) -> nn.Module:
     """The model itself, or what the given class or function makes; on the meta device where that is enough."""
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
         raise SaveError(f"a model, its class or a function that makes it is needed, not {type(model).__name__}.")
     try:
-        made = _made_on(model, device)
+        found = _made_on(model, device)
     except Exception as error:
         name = getattr(model, "__qualname__", repr(model))
         raise SaveError(
             f"{name} could not make the model: {type(error).__name__}: {error}. Give the model itself, or a function "
             f"without arguments that makes it."
         ) from error
-    if not isinstance(made, nn.Module):
-        raise SaveError(f"{model!r} gave no model but {type(made).__name__}.")
-    return made
+    if not isinstance(found, nn.Module):
+        raise SaveError(f"{model!r} gave no model but {type(found).__name__}.")
+    return found
 
 
 def _made_on(model: Callable[[], nn.Module], device: str | None) -> nn.Module:
@@ -120,7 +120,8 @@ def _made_on(model: Callable[[], nn.Module], device: str | None) -> nn.Module:
         return model()
 
 
-def _inputs(recorded: Any, given: Inputs | None) -> CallArguments:
+def recorded_inputs(recorded: Any, given: Inputs | None) -> CallArguments:
+    """The call of a capture: the one that is given, or one like it."""
     if given is not None:
         return CallArguments.of(given)
     if not isinstance(recorded, list):

@@ -27,6 +27,9 @@ from refold.saving.records import meta_tensor, record_from_plain, spec_from_plai
 from refold.saving.store import Store, safetensors
 from refold.saving.writer import RECIPE, held_places
 
+OPTIMIZED = "optimized.json"
+"""In the folder of an optimized model, in place of a recipe."""
+
 
 def load(
     folder: str | os.PathLike[str],
@@ -45,6 +48,8 @@ def load(
     """
     safetensors()
     files = checked_files(Path(folder))
+    if OPTIMIZED in files:
+        raise SaveError(f"{folder} holds an optimized model and no graph: refold.load(folder, model) gives it back.")
     if RECIPE not in files:
         raise SaveError(f"{folder} is no saved model: it has no {RECIPE}.")
     recipe = parsed(files[RECIPE].read_bytes(), files[RECIPE])
