@@ -22,4 +22,4 @@ def joint_memory(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
         end += row.numel()
     shape = (sum(row.shape[0] for row in rows), *first.shape[1:])
     whole = first.new_empty(0)  # with a count of its own for writes in place
-    return whole.set_(first.untyped_storage(), first.storage_offset(), shape)  # type: ignore[call-overload,no-any-return]
+    return whole.set_(first.untyped_storage(), first.storage_offset(), shape)  # type: ignore[call-overload]
