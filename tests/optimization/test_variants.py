@@ -139,6 +139,8 @@ def test_restoring_gives_the_model_back_whatever_kinds_there_were() -> None:
     assert model.query.weight.untyped_storage().nbytes() == model.query.weight.nbytes
     with pytest.raises(RefoldError, match=r"call \.refresh\(\) first"):
         fast.prepare(**CALLS[1])
+    assert "restored" in fast.refresh()[0]
+    assert all(same(fast(**call), alone(**call)) for call in CALLS[:2]) and fast.report.calls.fast == 2
 
 
 def test_refreshing_prepares_all_kinds_anew_and_they_share_weights_again() -> None:
@@ -169,6 +171,29 @@ def test_what_fails_leaves_the_others_as_they_are() -> None:
     assert all(same(fast(**call), alone(**call)) for call in CALLS[:2]) and fast.report.calls.fast == 2
     with pytest.raises(RefoldError, match=r"call \.eval\(\) first"):
         fast.train().prepare(X)
+
+
+class Branching(nn.Module):
+    """Short rows are computed otherwise, so that one graph takes one kind of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long, self.short = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.long(x.mean(1)) if x.shape[1] > 5 else self.short(x.sum(1))
+
+
+def test_sizes_that_one_graph_does_not_take_are_a_kind_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = Branching().eval()
+    long, short = torch.randn(2, 8, 4), torch.randn(2, 3, 4)
+    fast = refold.optimize(model, [long, short], **QUICK)
+    for x in (long, short, torch.randn(3, 9, 4), torch.randn(3, 4, 4)):
+        with torch.no_grad():
+            assert torch.equal(fast(x), model(x))
+    assert fast.report.calls.fast == 4
+    assert "Calls of these other sizes: run by plain." in fast.report.notes
 
 
 def test_at_most_eight_kinds() -> None:

@@ -94,7 +94,9 @@ def test_each_choice_of_adapters_can_be_prepared() -> None:
             fast.set_adapter(name)
             alone.set_adapter(name)
             assert close(fast(X), alone(X))
+            assert fast.refresh() == [], "each choice has been prepared"
     assert fast.report.calls.fast == 3
+    assert "Calls with these adapters active: run by plain." in fast.report.notes
     assert fast.restore() is model
     alone.set_adapter("default")
     assert all(torch.equal(model.state_dict()[name], value) for name, value in alone.state_dict().items())

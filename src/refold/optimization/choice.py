@@ -155,7 +155,7 @@ def _is_level(comparison: Comparison, name: str, other: str) -> bool:
 
 def _as_before(job: Job, rewritten: Rewritten) -> ExecutorChoice | None:
     """The executors that were chosen before; None where the one for the example's sizes is not ready."""
-    wanted = {name: available_executor(name, job.device) for name in job.known}
+    wanted = {name: available_executor(name, job.device) for name in job.known if name != ORIGINAL}
     gm, name = rewritten.gm, job.known[0]
     found = _prepare(replace(job, effort="max"), wanted, job.model if gm is None else gm, rewritten.reference)
     if name not in found.ready:
@@ -163,9 +163,13 @@ def _as_before(job: Job, rewritten: Rewritten) -> ExecutorChoice | None:
     run = found.ready[name]
     choice = ExecutorChoice(name, run, wanted[name].reads_live_weights, None, found.left_out, found.grades)
     if job.others is not None and gm is not None:
-        fitting = [each for each in reversed(job.known) if each in found.ready and wanted[each].takes_any_size]
-        best = fitting[0] if fitting else None
-        choice.at_any_size = _plainly(job, gm) if best is None else ready_executor(wanted[best], found.ready[best])
+        other = job.known[-1]
+        if other == ORIGINAL:
+            choice.at_any_size = ReadyExecutor(ORIGINAL, job.original, True)
+        elif other in found.ready and wanted[other].takes_any_size:
+            choice.at_any_size = ready_executor(wanted[other], found.ready[other])
+        else:
+            choice.at_any_size = _plainly(job, gm)
     return choice
 
 

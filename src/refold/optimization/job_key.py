@@ -26,6 +26,7 @@ from refold.fx_private import plain_attributes, tensor_places
 from refold.nested import CALL, PLAIN, Branch, Constant, Tree, flatten
 from refold.optimization.decision import JobKey
 from refold.optimization.job import Job
+from refold.optimization.surroundings import Surroundings
 from refold.rewrite.description import canonical_text, class_path
 from refold.rewrite.registry import ENTRY_POINTS
 
@@ -38,7 +39,7 @@ def key_of(job: Job, others: Sequence[CallArguments]) -> JobKey:
     calls = [_text_of_call(call) for call in (job.inputs, *others)]
     asked = (job.level, job.backend, job.effort, job.budget.seconds, job.open_sizes, job.padding, job.max_memory)
     wanted = None if job.outputs is None else job.outputs.wanted
-    settings = repr((*asked, [each.signature for each in job.pipeline], wanted))
+    settings = repr((*asked, [each.signature for each in job.pipeline], wanted, Surroundings.now()))
     return JobKey(_digest(_text_of_model(job.model)), _digest(*calls), _digest(settings), _machine(job))
 
 

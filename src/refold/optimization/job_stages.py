@@ -131,9 +131,7 @@ def _optimized(
     check_model(model)
     _check_whole(model)
     chosen, fallbacks = settings.selected, Fallbacks(settings.on_fallback)
-    (inputs, *others), *further = sorted_by_kind(model, _calls(model, example_inputs))
-    for call, *_ in further:
-        first_call(model, call.copy())  # what fails, fails before the long work
+    (inputs, *others), *further = _calls(model, example_inputs)
 
     def work() -> OptimizedModule:
         with shown(progress) as report_to:
@@ -141,13 +139,7 @@ def _optimized(
             job = replace(job, cache=cache_of_user() if cache else None)
             usual = settings.pipeline is None
             by = Preparation(job, others, Place.of(model), settings.time_budget, usual, _prepare, _capture)
-            prepared, later = by.first(), replace(by, job=replace(job, progress=silent, given=None))
-            fast = OptimizedModule(model, prepared, later, None if chosen is None else chosen.of, fallbacks)
-            is_other = prepared.graph_module is not None and job.open_sizes
-            refused = [[call] for call in others if is_other and prepared.why_not(call) is not None]
-            for calls in (*further, *refused)[: MOST_KINDS - 1]:
-                fast.prepare_calls(calls)
-            return fast
+            return _for_all_kinds(by, further, None if chosen is None else chosen.of, fallbacks)
 
     return all_or_nothing(model, work)
 
@@ -178,8 +170,26 @@ def _check_whole(model: nn.Module) -> None:
     )
 
 
-def _calls(model: nn.Module, example_inputs: Any) -> list[CallArguments]:
-    """The calls that were given."""
+def _for_all_kinds(
+    by: Preparation,
+    further: Sequence[list[CallArguments]],
+    select: Callable[[Any], Any] | None,
+    fallbacks: Fallbacks,
+) -> OptimizedModule:
+    """Prepare for the calls that were given: those like the first, then those of other kinds. Calls of sizes that the
+    graph of the first does not take are such a kind."""
+    job, prepared = by.job, by.first()
+    later = replace(by, job=replace(job, progress=silent, given=None))
+    fast = OptimizedModule(job.model, prepared, later, select, fallbacks)
+    is_other = prepared.graph_module is not None and job.open_sizes
+    refused = [[call] for call in by.others if is_other and prepared.why_not(call) is not None]
+    for calls in (*further, *refused)[: MOST_KINDS - 1]:
+        fast.prepare_calls(calls)
+    return fast
+
+
+def _calls(model: nn.Module, example_inputs: Any) -> list[list[CallArguments]]:
+    """The calls that were given, sorted by kind. What fails in one of another kind fails before the long work."""
     given = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     if not given:
         raise BadExample("example_inputs is an empty list; give at least one dict, tuple or tensor.")
@@ -188,7 +198,11 @@ def _calls(model: nn.Module, example_inputs: Any) -> list[CallArguments]:
     calls = [CallArguments.of(each).checked() for each in given]
     if calls[0].tensors and all(0 in tensor.shape for tensor in calls[0].tensors):
         raise BadExample(f"an example without a single row ({calls[0].described()}) shows nothing; give a real one.")
-    return calls
+    kinds = sorted_by_kind(model, calls)
+    for call, *_ in kinds[1:]:
+        with untouched(model), torch.no_grad():
+            first_call(model, call.copy())
+    return kinds
 
 
 def _prepare(job: Job, others: Sequence[CallArguments]) -> Prepared:

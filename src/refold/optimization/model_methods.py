@@ -44,7 +44,7 @@ def bound_to(fast: nn.Module, original: nn.Module, name: str, say: Callable[[str
         return value
     if name in _SEVERAL_CALLS:
         return _said(value, f"{name} runs at the speed of the original: {_SEVERAL_CALLS[name]}", say)
-    method = method_of(type(original), name)
+    method = method_of(type(original), name)  # type: ignore[arg-type]
     if method.calls_model and method.sets is None:
         return function.__get__(fast)
     layer = next((each for each in method.runs if isinstance(getattr(original, each, None), nn.Module)), None)

@@ -106,4 +106,4 @@ def _as_before(job: Job, prepared: Prepared) -> Job:
     """A job for the executors that were chosen, where they were: then no others are tried."""
     ways = (prepared.at_example, prepared.at_any_size or prepared.at_example)
     names = tuple(dict.fromkeys(way.executor for way in ways))
-    return job if prepared.is_for_now or ORIGINAL in names else replace(job, known=names, cache=None)
+    return job if prepared.is_for_now or names[0] == ORIGINAL else replace(job, known=names, cache=None)

@@ -72,7 +72,7 @@ class Spelling:
         given = (*args, *kwargs.values())
         keys = (*range(self._positional), *self._names)
         by_key = dict(zip(keys, given, strict=True))
-        return by_key if self._own is None else {name: by_key[key] for name, key in self._own.items()}  # type: ignore[misc,return-value]
+        return by_key if self._own is None else {name: by_key[key] for name, key in self._own.items()}
 
     def _translation(self, positional: int, names: tuple[str, ...]) -> _Translation | str:
         theirs = _places(self._signature, positional, names)

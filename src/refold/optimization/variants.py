@@ -21,7 +21,7 @@ from refold.executors import InputSpec
 from refold.optimization.preparation import Preparation
 from refold.optimization.prepared import Prepared
 from refold.optimization.spelling import Spelling
-from refold.optimization.watch import WEIGHTS_CHANGED, moving_weights
+from refold.optimization.watch import ADAPTERS_CHANGED, WEIGHTS_CHANGED, moving_weights
 from refold.record.reversal import undo_below
 from refold.record.stack import history
 
@@ -78,13 +78,15 @@ def further_kind(kinds: Sequence[Kind], calls: Sequence[CallArguments]) -> Kind 
     preparation = first.preparation.for_calls(calls)
     with moving_weights([way.watch for each in known for way in each.ways]):
         prepared = all_or_nothing(preparation.job.model, lambda: preparation.anew(first.prepared))
-    return Kind(preparation, prepared, _difference(first.preparation, preparation))
+    by_adapters = any(each.why_not(call) is None for each in known)
+    otherwise = "with these adapters active" if by_adapters else "of these other sizes"
+    return Kind(preparation, prepared, _difference(first.preparation, preparation) or otherwise)
 
 
 def refreshed(kinds: Sequence[Kind]) -> tuple[list[Prepared], list[str]]:
     """What is prepared for the model as it is now, kind by kind, and what is different in the model. All are made anew
     if one has to be: they share the memory of merged weights."""
-    found = [change for kind in kinds for change in kind.preparation.changes(kind.prepared)]
+    found = [change for kind in kinds if not _rests(kind, kinds) for change in kind.preparation.changes(kind.prepared)]
     changes = list(dict.fromkeys(found))
     before = [kind.prepared for kind in kinds]
     if not changes:
@@ -93,9 +95,22 @@ def refreshed(kinds: Sequence[Kind]) -> tuple[list[Prepared], list[str]]:
     def work() -> list[Prepared]:
         undo_all(before)
         is_quick = set(changes) == {WEIGHTS_CHANGED}
-        return [_reported(kind.preparation.anew(kind.prepared, is_quick=is_quick), kind.prepared) for kind in kinds]
+        made: list[Prepared] = []
+        for kind in kinds:
+            known = kind.prepared or (made[0] if made else None)
+            is_same = is_quick and kind.prepared is not None
+            made.append(_reported(kind.preparation.anew(known, is_quick=is_same), kind.prepared))
+        return made
 
     return all_or_nothing(kinds[0].preparation.job.model, work), changes
+
+
+def _rests(kind: Kind, kinds: Sequence[Kind]) -> bool:
+    """Whether it waits for another choice of adapters, while one of these runs its calls."""
+    if kind.prepared is None or kind.prepared.reasons() != [ADAPTERS_CHANGED]:
+        return False
+    others = [other.prepared for other in kinds if other is not kind and other.prepared is not None]
+    return any(other.why_not(kind.preparation.job.inputs) is None and other.is_current() for other in others)
 
 
 def _reported(now: Prepared, before: Prepared | None) -> Prepared:
@@ -129,7 +144,7 @@ def _difference(example: Preparation, other: Preparation) -> str:
     words += [f"without {name}" for name in first if name not in second]
     if other.surroundings != example.surroundings:
         words.append(f"under {other.surroundings}" if other.surroundings.autocast else "without autocast")
-    return ", ".join(words) or "of these other sizes"
+    return ", ".join(words)
 
 
 def _named(preparation: Preparation) -> dict[str, Any]:

@@ -43,6 +43,7 @@ _HARMLESS = ("transformers.", "refold.")  # hooks that read hidden states and st
 _ADAPTER_STATE = ("active_adapter", "active_adapters", "disable_adapters", "merged_adapters")  # as PEFT names them
 
 WEIGHTS_CHANGED = "weights of the original were changed since it was optimized"
+ADAPTERS_CHANGED = "an adapter of the original was chosen, disabled or merged since it was optimized"
 
 _training = attrgetter("training")
 _tables_in = itemgetter(*_TABLES)
@@ -105,7 +106,7 @@ class Watch:
         if not self._hooks.are_same() and not self._hooks.differ_harmlessly():
             return "a hook was added to the original or taken away since it was optimized"
         if self._adapters and self._states_of_adapters() != self._adapter_states:
-            return "an adapter of the original was chosen, disabled or merged since it was optimized"
+            return ADAPTERS_CHANGED
         return None
 
     def _has_same_weights(self) -> bool:

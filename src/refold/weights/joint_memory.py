@@ -21,4 +21,5 @@ def joint_memory(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         end += row.numel()
     shape = (sum(row.shape[0] for row in rows), *first.shape[1:])
-    return first.as_strided(shape, torch.empty(shape, device="meta").stride())
+    whole = first.new_empty(0)  # with a count of its own for writes in place
+    return whole.set_(first.untyped_storage(), first.storage_offset(), shape)  # type: ignore[call-overload]
