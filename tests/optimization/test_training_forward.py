@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from word_tokenizer import WORDS, texts_of_many_lengths, word_tokenizer
 
 import refold
 from refold.errors import FellBack, RefoldError
 from refold.report.data import Calls
-from tests.support.word_tokenizer import WORDS, texts_of_many_lengths, word_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from word_tokenizer import WORDS, texts_of_many_lengths, word_tokenizer
 
 import refold
 from refold.errors import FellBack
-from tests.support.word_tokenizer import WORDS, texts_of_many_lengths, word_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from word_tokenizer import WORDS, word_tokenizer
 
 import refold
 from refold.errors import FellBack
-from tests.support.word_tokenizer import WORDS, word_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -19,12 +19,12 @@ def work_left_out(job: Job, before: GraphModule, after: GraphModule) -> tuple[Le
     """The work of a call of the job in both graphs, of each kind of which there is less; nothing where it cannot be
     counted."""
     try:
-        products = [_products(job, gm) for gm in (before, after)]
+        products, fewer = _products(job, before), _products(job, after)
         places, kept = _tokens(job, after)
     except Exception:  # not every operator can be seen by a mode
         return ()
     tokens = LeftOut("tokens", places, kept, "which are padding in the example")
-    counted = LeftOut("products", *products, "multiplications in matrix products and convolutions")
+    counted = LeftOut("products", products, fewer, "multiplications in matrix products and convolutions")
     return tuple(work for work in (tokens, counted) if work.after < work.before)
 
 

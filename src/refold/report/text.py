@@ -106,10 +106,20 @@ def model_sentence(report: ReportData) -> str:
 
 
 def step_lines(steps: tuple[RewriteCard, ...]) -> list[str]:
-    """A line for each transformation that found something, and one for all others."""
-    found = [step_line(step) for step in steps if step.status != "no match"]
-    others = [step.name for step in steps if step.status == "no match"]
-    return [*found, f"  no match   {', '.join(others)}"] if others else found
+    """A line for each transformation that found something, and one for all others that have the same to say."""
+    others: dict[tuple[str, str], list[str]] = {}
+    for step in steps:
+        if not found_something(step):
+            others.setdefault((step.status, step.note), []).append(step.name)
+    grouped = [
+        f"  {status:<10} {', '.join(names)}{f' · {note}' if note else ''}" for (status, note), names in others.items()
+    ]
+    return [*map(step_line, filter(found_something, steps)), *grouped]
+
+
+def found_something(step: RewriteCard) -> bool:
+    """Whether a transformation saw a place that it is about."""
+    return step.status in ("kept", "taken back") or bool(step.refusals)
 
 
 def step_line(step: RewriteCard) -> str:
