@@ -203,6 +203,43 @@ def _train(gm: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> 
         optimizer.zero_grad()
 
 
+def check_gradients(mesh: DeviceMesh) -> None:
+    """Gradients go into the rewritten layers and back out of them, as in one process."""
+    found = []
+    for sharded in (True, False):
+        gm, image = symbolic_trace(everything()).double(), images().double()
+        if sharded:
+            fully_shard(gm, mesh=mesh)
+        gm(image).square().sum().backward()
+        rewrites()(gm)
+        inside = whole({n: p.grad for n, p in gm.named_parameters() if p.grad is not None})
+        gm.zero_grad()
+        gm(image).square().sum().backward()
+        refold.undo(gm, None)
+        outside = whole({n: p.grad for n, p in gm.named_parameters() if p.grad is not None})
+        found.append({f"{side} {n}": g for side, grads in (("in", inside), ("out", outside)) for n, g in grads.items()})
+    mine, wanted = found
+    assert mine.keys() == wanted.keys() and len(mine) > 10
+    assert all(float((mine[name] - wanted[name]).abs().max()) < 1e-10 for name in wanted)
+
+
+def check_groups(mesh: DeviceMesh) -> None:
+    """Several groups of layers: trained, loaded and saved; what FSDP cannot take out is not undone."""
+    x, model = rows(), gated()
+    gm = refold.MergeLinears()(refold.trace(gated(), x))
+    fully_shard([gm.gate_up_merged, gm.out], mesh=mesh)
+    fully_shard(gm, mesh=mesh)
+    assert_close(gm(x), model(x))
+    _train(gm, x, torch.optim.AdamW(gm.parameters(), lr=0.01))
+    trained = gated()
+    trained.load_state_dict(whole(refold.original_state_dict(gm)))
+    assert_close(gm(x), trained(x))
+    with pytest.raises(RefoldError, match="gate_up_merged was given to fully_shard by itself"):
+        refold.undo(gm)
+    refold.load_original_state_dict(gm, model.state_dict())
+    assert_close(gm(x), model(x))
+
+
 def check_changes_on_one_rank(mesh: DeviceMesh) -> None:
     """Only the first rank's shards are changed; all ranks carry that back alike, or all refuse."""
     gm, one = symbolic_trace(everything()), rewrites()(symbolic_trace(everything()))
@@ -488,6 +525,8 @@ ON_ANY_NUMBER: list[Check] = [
     check_fsdp_before_rewriting,
     check_fsdp_after_rewriting,
     check_fsdp_training,
+    check_gradients,
+    check_groups,
     check_changes_on_one_rank,
     check_refusals_agree,
     check_interrupts,
