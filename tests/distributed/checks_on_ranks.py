@@ -44,6 +44,10 @@ from sharded_models import (  # noqa: E402
 import refold  # noqa: E402
 from refold.errors import CaptureError, RefoldError, SaveError, WeightsChanged  # noqa: E402
 from refold.examples.padded_batches import classifier  # noqa: E402
+from refold.rewrite.registry import registered  # noqa: E402
+from refold.rewrite.rule import Rewrite  # noqa: E402
+from refold.testing.equivalence import as_copies  # noqa: E402
+from refold.testing.laws import graph_of  # noqa: E402
 from refold.weights import (  # noqa: E402
     AddLowRank,
     AppendColumn,
@@ -480,6 +484,33 @@ def _loss(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tens
     return loss
 
 
+# --- every rule ----------------------------------------------------------------------------------------------------
+
+
+def check_every_rule(mesh: DeviceMesh) -> None:
+    """On graphs that FSDP shards and that have run: the bits of one process, and the same objects back."""
+    fired = set()
+    for rule in (cls for cls in registered() if issubclass(cls, Rewrite) and cls.__module__.startswith("refold.")):
+        for (model, inputs), (again, _) in zip(rule.examples(), rule.examples(), strict=True):
+            if not any(tensor.dim() for tensor in model.parameters()):
+                continue
+            one, gm = rule()(graph_of(model)), graph_of(again)
+            fully_shard(gm, mesh=mesh)
+            before = dict(gm.named_parameters())
+            gm(*as_copies(inputs))
+            rule()(gm)
+            if rule is refold.ChannelsLast:
+                assert "its weight is sharded" in str(refold.result(gm))
+                continue
+            fired.add(rule.__name__)
+            assert_same(dict(gm.named_parameters()), dict(one.named_parameters()))
+            gm(*as_copies(inputs))
+            refold.undo(gm)
+            assert_same_objects(gm, before)
+            gm(*as_copies(inputs))
+    assert len(fired) >= 15
+
+
 # --- meshes of two dimensions --------------------------------------------------------------------------------------
 
 
@@ -539,14 +570,14 @@ ON_ANY_NUMBER: list[Check] = [
     check_ddp,
     check_padding,
 ]
-ON_FOUR: list[Check] = [check_hsdp, check_fsdp_and_tensor_parallelism, check_shards_of_shards]
+ON_FOUR: list[Check] = [check_every_rule, check_hsdp, check_fsdp_and_tensor_parallelism, check_shards_of_shards]
 
 
 def run_on_rank(rank: int, ranks: int, folder: str) -> None:
     """What each process does; its log in the folder names the checks that passed."""
     os.environ["CHECKS_FOLDER"] = folder
     torch.set_num_threads(1)
-    meeting, patience = f"file://{folder}/meeting", timedelta(seconds=60)
+    meeting, patience = f"file://{folder}/meeting", timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=patience)
     mesh = init_device_mesh("cpu", (ranks,))
     for check in [*ON_ANY_NUMBER, *(ON_FOUR if ranks == 4 else ())]:
