@@ -81,9 +81,10 @@ def set_plain_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is hooked onto a module's call, gradients or state."""
+    """Whether anything is hooked onto a module's call, gradients or state, besides what FSDP hooks onto the state of
+    every module, so that states are taken of shards."""
     hooks = [hook for name in _HOOKS for hook in (getattr(module, name, None) or {}).values()]
-    return any(fsdp_owner(hook) is None for hook in hooks)
+    return not all(getattr(hook, "__module__", "").startswith(_FSDP_PARAMETERS) for hook in hooks)
 
 
 def module_being_copied(memo: Mapping[int, Any]) -> GraphModule | None:
@@ -506,6 +507,10 @@ def find_tensor(gm: nn.Module, name: str) -> torch.Tensor | None:
 # --- FSDP2: the parameters that a group of modules gathers ----------------------------------------------------------
 
 
+_FSDP_PARAMETERS = "torch.distributed.fsdp._fully_shard._fsdp_param"
+"""Where hooks on the state of modules come from; those of groups of parameters from a module whose name begins so."""
+
+
 def fsdp_groups(module: Any) -> list[Any]:
     """The groups of parameters that `fully_shard` made for a module."""
     groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
@@ -525,9 +530,20 @@ def fsdp_place(managed: Any) -> tuple[int, str]:
 
 def fsdp_owner(hook: Any) -> Any:
     """The managed parameter that put a hook onto the module that holds it; None for all other hooks."""
-    if getattr(hook, "__module__", "") != "torch.distributed.fsdp._fully_shard._fsdp_param":
+    if getattr(hook, "__module__", "") != _FSDP_PARAMETERS:
         return None
     return hook.__closure__[0].cell_contents
+
+
+def hook_states_again(group: Any) -> None:
+    """Let FSDP hook onto the states of the modules whose parameters a group manages now, if it did before."""
+    handles = (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle)
+    if handles[0]:
+        for handle in (*handles[0].values(), *handles[1].values()):
+            handle.remove()
+        for known in handles:
+            known.clear()
+        group._register_state_dict_hooks()
 
 
 def forget_fsdp_hooks(module: nn.Module) -> None:

@@ -44,6 +44,10 @@ from sharded_models import (  # noqa: E402
 import refold  # noqa: E402
 from refold.errors import CaptureError, RefoldError, SaveError, WeightsChanged  # noqa: E402
 from refold.examples.padded_batches import classifier  # noqa: E402
+from refold.rewrite.registry import registered  # noqa: E402
+from refold.rewrite.rule import Rewrite  # noqa: E402
+from refold.testing.equivalence import as_copies  # noqa: E402
+from refold.testing.laws import graph_of  # noqa: E402
 from refold.weights import (  # noqa: E402
     AddLowRank,
     AppendColumn,
@@ -201,6 +205,43 @@ def _train(gm: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> 
         gm(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def check_gradients(mesh: DeviceMesh) -> None:
+    """Gradients go into the rewritten layers and back out of them, as in one process."""
+    found = []
+    for sharded in (True, False):
+        gm, image = symbolic_trace(everything()).double(), images().double()
+        if sharded:
+            fully_shard(gm, mesh=mesh)
+        gm(image).square().sum().backward()
+        rewrites()(gm)
+        inside = whole({n: p.grad for n, p in gm.named_parameters() if p.grad is not None})
+        gm.zero_grad()
+        gm(image).square().sum().backward()
+        refold.undo(gm, None)
+        outside = whole({n: p.grad for n, p in gm.named_parameters() if p.grad is not None})
+        found.append({f"{side} {n}": g for side, grads in (("in", inside), ("out", outside)) for n, g in grads.items()})
+    mine, wanted = found
+    assert mine.keys() == wanted.keys() and len(mine) > 10
+    assert all(float((mine[name] - wanted[name]).abs().max()) < 1e-10 for name in wanted)
+
+
+def check_groups(mesh: DeviceMesh) -> None:
+    """Several groups of layers: trained, loaded and saved; what FSDP cannot take out is not undone."""
+    x, model = rows(), gated()
+    gm = refold.MergeLinears()(refold.trace(gated(), x))
+    fully_shard([gm.gate_up_merged, gm.out], mesh=mesh)
+    fully_shard(gm, mesh=mesh)
+    assert_close(gm(x), model(x))
+    _train(gm, x, torch.optim.AdamW(gm.parameters(), lr=0.01))
+    trained = gated()
+    trained.load_state_dict(whole(refold.original_state_dict(gm)))
+    assert_close(gm(x), trained(x))
+    with pytest.raises(RefoldError, match="gate_up_merged was given to fully_shard by itself"):
+        refold.undo(gm)
+    refold.load_original_state_dict(gm, model.state_dict())
+    assert_close(gm(x), model(x))
 
 
 def check_changes_on_one_rank(mesh: DeviceMesh) -> None:
@@ -443,6 +484,33 @@ def _loss(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tens
     return loss
 
 
+# --- every rule ----------------------------------------------------------------------------------------------------
+
+
+def check_every_rule(mesh: DeviceMesh) -> None:
+    """On graphs that FSDP shards and that have run: the bits of one process, and the same objects back."""
+    fired = set()
+    for rule in (cls for cls in registered() if issubclass(cls, Rewrite) and cls.__module__.startswith("refold.")):
+        for (model, inputs), (again, _) in zip(rule.examples(), rule.examples(), strict=True):
+            if not any(tensor.dim() for tensor in model.parameters()):
+                continue
+            one, gm = rule()(graph_of(model)), graph_of(again)
+            fully_shard(gm, mesh=mesh)
+            before = dict(gm.named_parameters())
+            gm(*as_copies(inputs))
+            rule()(gm)
+            if rule is refold.ChannelsLast:
+                assert "its weight is sharded" in str(refold.result(gm))
+                continue
+            fired.add(rule.__name__)
+            assert_same(dict(gm.named_parameters()), dict(one.named_parameters()))
+            gm(*as_copies(inputs))
+            refold.undo(gm)
+            assert_same_objects(gm, before)
+            gm(*as_copies(inputs))
+    assert len(fired) >= 15
+
+
 # --- meshes of two dimensions --------------------------------------------------------------------------------------
 
 
@@ -488,6 +556,8 @@ ON_ANY_NUMBER: list[Check] = [
     check_fsdp_before_rewriting,
     check_fsdp_after_rewriting,
     check_fsdp_training,
+    check_gradients,
+    check_groups,
     check_changes_on_one_rank,
     check_refusals_agree,
     check_interrupts,
@@ -500,14 +570,14 @@ ON_ANY_NUMBER: list[Check] = [
     check_ddp,
     check_padding,
 ]
-ON_FOUR: list[Check] = [check_hsdp, check_fsdp_and_tensor_parallelism, check_shards_of_shards]
+ON_FOUR: list[Check] = [check_every_rule, check_hsdp, check_fsdp_and_tensor_parallelism, check_shards_of_shards]
 
 
 def run_on_rank(rank: int, ranks: int, folder: str) -> None:
     """What each process does; its log in the folder names the checks that passed."""
     os.environ["CHECKS_FOLDER"] = folder
     torch.set_num_threads(1)
-    meeting, patience = f"file://{folder}/meeting", timedelta(seconds=60)
+    meeting, patience = f"file://{folder}/meeting", timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=patience)
     mesh = init_device_mesh("cpu", (ranks,))
     for check in [*ON_ANY_NUMBER, *(ON_FOUR if ranks == 4 else ())]:

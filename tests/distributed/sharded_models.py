@@ -89,7 +89,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
     """The same names and the same bits."""
-    assert found.keys() == wanted.keys()
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     gathered = whole(found)
     assert [name for name, tensor in whole(wanted).items() if not torch.equal(gathered[name], tensor)] == []
 

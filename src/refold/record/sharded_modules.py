@@ -71,6 +71,7 @@ def manage_parameters(gm: Any) -> None:
         group.fsdp_params = [m for m in group.fsdp_params if stay.get(places[id(m)]) is m]
         group.fsdp_params += [managed for its_group, managed in made if its_group is group]
         group._init_mp_dtypes()
+        fx_private.hook_states_again(group)
     for group, (module, _, _) in new:
         fx_private.remove_fsdp_hooks(module, group.fsdp_params)
     for managed in before if new else ():

@@ -61,7 +61,7 @@ def largest(tensor: Any) -> float:
     if not is_sharded(tensor):
         return float(tensor.detach().abs().max())
     local = tensor.detach().to_local()
-    found = local.abs().max() if local.numel() else torch.zeros((), dtype=local.dtype, device=local.device)
+    found = local.abs().max().double() if local.numel() else local.new_zeros((), dtype=torch.float64)
     return float(_maximum(found, tensor.device_mesh))
 
 
