@@ -173,7 +173,9 @@ class ExportCapture:
         if plan.name == _OF_IMAGES:
             return "the model fixes it"
         if plan.shapes == open_shapes(plan.example):
-            return "heights and widths of images are open where dynamic='all' or dynamic shapes say so"
+            failed = [failure for failure in self.failures if _OF_IMAGES in str(failure)]
+            open_elsewhere = "heights and widths of images are open where dynamic='all' or dynamic shapes say so"
+            return f"with more sizes left open, {failed[-1]}" if failed else open_elsewhere
         return f"with more sizes left open, {self.failures[-1]}" if self.failures else "dynamic=False fixes all sizes"
 
     def _export(self, plan: _Plan) -> tuple[Exported, KnownValues | None]:
