@@ -277,3 +277,14 @@ def test_other_sizes_run_fast_as_decided(cache: Path) -> None:
 
     fasts = [optimized(a_model(cls=Open), sizes="open") for _ in range(2)]
     assert is_as_decided(fasts[1]) and is_right(fasts[1], torch.randn(5, 9, 8))
+
+
+def test_what_is_decided_waits_for_nobody(cache: Path) -> None:
+    """Many processes may start at once with a decision that is there; only what is to be decided is decided once."""
+    optimized(a_model())
+    folder = cache_of_user()
+    assert folder is not None
+    told: list[str] = []
+    with folder.locked(only_entry(cache).parent.name, 1.0, pytest.fail):
+        optimized(a_model(), progress=lambda what, done: told.append(what))
+    assert "capturing" in told and not any("waiting" in what for what in told)

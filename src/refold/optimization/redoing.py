@@ -27,7 +27,6 @@ from refold.optimization.report_building import build_report
 from refold.optimization.sizes import OtherSizes
 from refold.optimization.steps import Rewritten, rewrite
 from refold.record.copies import shared_copy
-from refold.report.data import GraphData
 from refold.report.document import Report
 from refold.rewrite.replay import replay
 from refold.verification.accuracy import OutputReference
@@ -39,7 +38,7 @@ Choose = Callable[[Job, Rewritten], tuple[Rewritten, ExecutorChoice]]
 class Redone:
     """What a decision gave when it was used again."""
 
-    rewritten: Rewritten
+    gm: GraphModule
     choice: ExecutorChoice
     report: Report
     raced: tuple[str, ...] = ()
@@ -64,21 +63,20 @@ def redo(
     such of other sizes that the graph takes."""
     if digest_of_graph(captured) != decision.captured:
         raise BadDecision("the graph of the model is another one")
-    raced = to_race(job, decision)
-    if raced or weights != decision.weights:
-        rewritten = _rewritten_again(job, captured, decision)
-    else:
-        rewritten = _replayed(job, captured, decision)
-    drawn = () if decision.at_any_size is None or calls is None else calls
-    trial = _Trial(job, drawn, rewritten.reference, weights != decision.weights)
+    raced, drawn = to_race(job, decision), () if decision.at_any_size is None or calls is None else calls
+    if not raced and weights == decision.weights:
+        unrewritten = _replay(job, captured, decision)
+        trial = _Trial(job, drawn, None)
+        trial.check(captured, "the rewritten graph")
+        return Redone(captured, _prepared_as_decided(job, captured, unrewritten, decision, trial), decision.report)
+    rewritten = _rewritten_again(job, captured, decision)
+    trial = _Trial(job, drawn, rewritten.reference)
     trial.check(captured, "the rewritten graph")
     if raced:
         rewritten, choice = choose(replace(job, only=raced, earlier=decision.comparison()), rewritten)
     else:
-        choice = _prepared_as_decided(job, rewritten, decision, trial)
-    is_same = not raced and weights == decision.weights
-    report = decision.report if is_same else _report(job, rewritten, choice, decision, bool(raced))
-    return Redone(rewritten, choice, report, raced)
+        choice = _prepared_as_decided(job, captured, rewritten.unrewritten or captured, decision, trial)
+    return Redone(captured, choice, _report(job, rewritten, choice, decision, bool(raced)), raced)
 
 
 def _report(job: Job, rewritten: Rewritten, choice: ExecutorChoice, decision: Decision, is_raced: bool) -> Report:
@@ -126,15 +124,14 @@ def _is_worth_trying(job: Job, decision: Decision, name: str) -> bool:
 # --- the rewrites --------------------------------------------------------------------------------------------------
 
 
-def _replayed(job: Job, captured: GraphModule, decision: Decision) -> Rewritten:
-    """The same rewrites at the same places."""
+def _replay(job: Job, captured: GraphModule, decision: Decision) -> GraphModule:
+    """Make the same rewrites at the same places; the graph without them."""
     unrewritten = shared_copy(captured)
     job.progress("making the rewrites", 0.3)
     alone(lambda: replay(captured, decision.steps))
     if digest_of_graph(captured) != decision.rewritten:
         raise BadDecision("its rewrites give another graph")
-    reference = OutputReference.of(unrewritten, job.inputs, only_if_needed=True)
-    return Rewritten(captured, unrewritten, GraphData(), [], reference)
+    return unrewritten
 
 
 def _rewritten_again(job: Job, captured: GraphModule, decision: Decision) -> Rewritten:
@@ -148,13 +145,17 @@ def _rewritten_again(job: Job, captured: GraphModule, decision: Decision) -> Rew
 
 
 class _Trial:
-    """The example and a drawn call, run by the model, with which everything is compared before it is used."""
+    """The example and a drawn call, run by the model, with which everything is compared before it is used. With a
+    reference (for weights that are new) outputs are graded, too, and the example is tried with padding."""
 
-    def __init__(self, job: Job, calls: Sequence[CallArguments], reference: OutputReference, is_graded: bool) -> None:
+    def __init__(self, job: Job, calls: Sequence[CallArguments], reference: OutputReference | None) -> None:
         model = job.original if job.outputs is None else job.outputs.called(job.original)
-        self._job, self._model = job, model
-        self._all = OtherSizes(model, (job.inputs, *calls[:1]))
-        self._reference = reference if is_graded else None
+        self._job, self._model, self._reference = job, model, reference
+        is_padded = reference is not None
+        try:
+            self._all = OtherSizes(model, (job.inputs, *calls[:1]), padded=is_padded)
+        except Exception:  # the model itself does not take the drawn call
+            self._all = OtherSizes(model, (job.inputs,), padded=is_padded)
 
     def check(self, run: Callable[..., Any], what: str, *, at_example: bool = False) -> None:
         """Refuse what is not the model; `at_example` says that it takes the example's sizes alone."""
@@ -169,14 +170,15 @@ class _Trial:
             raise BadDecision(f"{what} is not the model {objection}")
 
 
-def _prepared_as_decided(job: Job, rewritten: Rewritten, decision: Decision, trial: _Trial) -> ExecutorChoice:
-    gm, name = rewritten.gm, decision.at_example
-    assert gm is not None and rewritten.unrewritten is not None
+def _prepared_as_decided(
+    job: Job, gm: GraphModule, unrewritten: GraphModule, decision: Decision, trial: _Trial
+) -> ExecutorChoice:
+    name = decision.at_example
     executor = None if name == ORIGINAL else available_executor(name, job.device)
     job.progress(f"preparing {name}", 0.6)
     run: Callable[..., Any] = job.original
     if executor is not None:
-        module = rewritten.unrewritten if decision.runs_unrewritten else gm
+        module = unrewritten if decision.runs_unrewritten else gm
         run = prepare_as_torch(executor, module, *job.arguments)
         if name != Plain.name or decision.runs_unrewritten:  # else it runs the graph itself
             trial.check(run, name, at_example=not executor.takes_any_size)
