@@ -14,11 +14,17 @@ from torch import nn
 
 import refold
 from refold import FoldBatchNorm, MergeLinears, RemoveNoOps
+from refold.call_arguments import CallArguments
 from refold.errors import BadDecision
 from refold.optimization import choice, steps
+from refold.optimization.budget import Budget
 from refold.optimization.cache_folder import cache_of_user
 from refold.optimization.decision import Decision, Rounds
+from refold.optimization.job import Job
+from refold.optimization.job_key import key_of
 from refold.optimization.optimized_module import OptimizedModule
+from refold.optimization.progress import silent
+from refold.optimization.selected_outputs import SelectedOutputs
 
 
 class Attention(nn.Module):
@@ -128,29 +134,68 @@ def other_code(self: Attention, x: torch.Tensor) -> torch.Tensor:
     return self.last(self.value(x) + self.query(x)) + self.key(x)
 
 
-DIFFERENT: dict[str, Callable[[], OptimizedModule]] = {
-    "sizes": lambda: optimized(a_model(), torch.randn(4, 5, 8)),
-    "settings": lambda: optimized(a_model(), level="safe"),
-    "shapes": lambda: optimized(a_model(cls=lambda: Attention(12)), torch.randn(3, 5, 12)),  # type: ignore[arg-type]
-    "code": lambda: optimized(a_model(cls=type("Attention", (Attention,), {"forward": other_code}))),
+def key(model: nn.Module | None = None, x: torch.Tensor = X, **settings: Any) -> str:
+    """The key of a job, which is not done."""
+    job = Job(model or a_model(), CallArguments((x,)), PIPELINE, "default", "auto", "quick", Budget(9.0), silent)
+    return key_of(replace(job, **settings), []).digest
+
+
+def with_attribute(value: Any) -> nn.Module:
+    model = a_model()
+    model.scale = value  # type: ignore[assignment]
+    return model
+
+
+def in_float64() -> nn.Module:
+    return a_model().double()
+
+
+DIFFERENT: dict[str, Callable[[], str]] = {
+    "sizes": lambda: key(x=torch.randn(4, 5, 8)),
+    "dtype": lambda: key(x=X.double()),
+    "weights of another shape": lambda: key(a_model(cls=lambda: Attention(12))),  # type: ignore[arg-type]
+    "weights of another dtype": lambda: key(in_float64()),
+    "code": lambda: key(a_model(cls=type("Attention", (Attention,), {"forward": other_code}))),
+    "an attribute": lambda: key(with_attribute(2)),
+    "a level": lambda: key(level="safe"),
+    "a budget": lambda: key(budget=Budget(8.0)),
+    "a pipeline": lambda: key(pipeline=PIPELINE[:1]),
+    "outputs": lambda: key(outputs=SelectedOutputs(("a",))),
+    "a tie": lambda: key(tied(a_model())),
 }
 
 
+def tied(model: nn.Module) -> nn.Module:
+    model.query.weight = model.key.weight
+    return model
+
+
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_what_is_different_is_decided_on_its_own(cache: Path, what: str) -> None:
-    optimized(a_model())
-    assert not is_as_decided(DIFFERENT[what]())
-    assert len(list(cache.glob("*/decision.json"))) == 2
+def test_what_is_different_has_another_key(what: str) -> None:
+    assert DIFFERENT[what]() != key() == key(a_model(5), X + 1)
 
 
-def test_precision_and_threads_count(cache: Path) -> None:
-    optimized(a_model())
+def test_precision_and_threads_have_keys_of_their_own() -> None:
+    before = key()
     torch.set_float32_matmul_precision("high")
+    assert key() != before
+    torch.set_float32_matmul_precision("highest")
+    torch.set_num_threads(2)
     try:
-        assert not is_as_decided(optimized(a_model()))
+        assert key() != before
     finally:
-        torch.set_float32_matmul_precision("highest")
-    assert is_as_decided(optimized(a_model()))
+        torch.set_num_threads(1)
+    assert key() == before
+
+
+def test_equal_configurations_have_equal_keys() -> None:
+    """Attributes are compared by what they hold: objects, functions, sets in any order, one in itself."""
+
+    class Settings:
+        def __init__(self) -> None:
+            self.words, self.call, self.own = {"a", "b", "c"}, other_code, self
+
+    assert key(with_attribute(Settings())) == key(with_attribute(Settings()))
 
 
 @pytest.fixture(scope="module")
