@@ -24,6 +24,7 @@ from refold.optimization.job import Job
 from refold.optimization.job_key import key_of
 from refold.optimization.optimized_module import OptimizedModule
 from refold.optimization.progress import silent
+from refold.optimization.redoing import to_race
 from refold.optimization.selected_outputs import SelectedOutputs
 
 
@@ -254,7 +255,7 @@ def decision_in(cache: Path) -> Decision:
 
 
 LIES: dict[str, Callable[[Decision], Decision]] = {
-    "an executor that is not there": lambda d: replace(d, at_example="magic"),
+    "an unknown executor left to try": lambda d: replace(d, at_example="magic", untried=("magic",)),
     "one that takes no other sizes": lambda d: replace(d, at_any_size="compile"),
     "a rewrite less": lambda d: replace(d, steps=d.steps[1:]),
     "an unknown rewrite": lambda d: replace(d, steps=[d.steps[0] | {"class": "os.system"}]),
@@ -293,6 +294,15 @@ def test_what_was_left_open_is_raced_again(cache: Path, monkeypatch: pytest.Monk
     optimized(a_model(), **how)
     assert decision_in(cache).is_settled
     assert is_as_decided(optimized(a_model(), **how))
+
+
+def test_what_is_not_there_is_not_raced(kept: tuple[str, bytes]) -> None:
+    decision = Decision.from_text(kept[1])
+    job = Job(a_model(), CallArguments((X,)), PIPELINE, "default", "auto", "default", Budget(9.0), silent)
+    assert to_race(job, decision) == ()
+    left = replace(decision, rounds=(Rounds("magic", (1.0,)),), untried=("magic", "onednn"))
+    assert to_race(job, left)[0] == "onednn" and "magic" not in to_race(job, left)
+    assert to_race(replace(job, effort="quick"), left) == ()
 
 
 def test_a_model_that_was_rewritten_before_is_decided_each_time(cache: Path) -> None:

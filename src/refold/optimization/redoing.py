@@ -15,8 +15,7 @@ from torch.fx import GraphModule
 from refold.call_arguments import CallArguments
 from refold.capture.exclusive import alone
 from refold.errors import BadDecision
-from refold.executors import Executor, Plain, executor_named
-from refold.executors.catalogue import why_unavailable
+from refold.executors import Executor, Plain, executors
 from refold.executors.meaning import prepare_as_torch
 from refold.nested import same_leaves
 from refold.optimization.choice import ORIGINAL, ExecutorChoice, available_executor
@@ -101,20 +100,19 @@ def _report(job: Job, rewritten: Rewritten, choice: ExecutorChoice, decision: De
 
 def to_race(job: Job, decision: Decision) -> tuple[str, ...]:
     """The executors to prepare and to time again: none where the decision is settled, or where there is no time."""
-    if job.effort == "quick":
+    if job.effort == "quick" or decision.is_settled:
         return ()
-    level = [each.name for each in decision.rounds if each.name != ORIGINAL]
-    late = [name for name in decision.untried if _is_worth_trying(job, decision, name)]
-    if not decision.rounds and not late:
+    known = executors(job.device)
+    level = [each.name for each in decision.rounds]
+    late = [name for name in decision.untried if name in known and _is_worth_trying(job, decision, known[name])]
+    if not level and not late:
         return ()
-    chosen = (decision.at_example, decision.at_any_size or Plain.name, Plain.name)
-    names = dict.fromkeys(name for name in (*level, *late, *chosen) if name != ORIGINAL)
-    return tuple(name for name in names if why_unavailable(executor_named(name), job.device) is None)
+    chosen = (decision.at_example, decision.at_any_size, Plain.name)
+    return tuple(dict.fromkeys(name for name in (*level, *late, *chosen) if name in known))
 
 
-def _is_worth_trying(job: Job, decision: Decision, name: str) -> bool:
+def _is_worth_trying(job: Job, decision: Decision, executor: Executor) -> bool:
     """Whether there is time for an executor now, and it is expected to be faster than what was found."""
-    executor = executor_named(name)
     seconds = {bar.name: bar.median for bar in decision.report.timings}
     plain, best = seconds.get(Plain.name), seconds.get(decision.at_example)
     gain = plain / best if plain and best else 1.0
