@@ -5,7 +5,8 @@
 Every number is from a process of its own and counts `refold.optimize` alone, not the import and not the making of the
 model. `cold` begins with an empty cache; `again` are the processes after it that raced what was left open; `warm` is
 the one after which nothing was left to do; `other weights` is warm with the same model of another seed; `folder` loads
-what `refold.save` wrote. One case is in the file after the other.
+what `refold.save` wrote. `seconds` pass on the wall; where other processes compute as well (`load`), the seconds that
+the processor worked, of all threads together, say more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +37,23 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cases", nargs="+", default=["bert-base b1", "resnet50 b1"])
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", nargs="+", default=["quick", "cold", "warm", "other weights", "folder"])
+    parser.add_argument("--only", nargs="+", default=["quick", "folder", "other weights"])
     options = parser.parse_args()
     from models import load
 
     path = RESULTS / f"ready_{'gpu' if options.device == 'cuda' else 'cpu'}.json"
     data = load(path, options.device)
     for case in options.cases:
-        data["cases"][case] = row = measured(case, options)
-        path.write_text(json.dumps(data, indent=1) + "\n")
-        print(f"{case}: " + ", ".join(f"{name} {told(value)}" for name, value in row.items()))
+        row = data["cases"][case] = {}
+        for name, found in measured(case, options):
+            row[name] = [*row.get(name, []), found] if name == "again" else found
+            path.write_text(json.dumps(data, indent=1) + "\n")
+            times = f"{found['seconds']} s, {found['processor_seconds']} s of the processor"
+            print(f"{case}, {name}: {times}, runs by {found['runs']} (load {found['load']})", flush=True)
 
 
-def told(value: Any) -> str:
-    return ", ".join(map(told, value)) if isinstance(value, list) else f"{value['seconds']} s ({value['runs']})"
-
-
-def measured(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One case, each number in a process of its own."""
+def measured(case: str, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What was measured of one case, each in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="refold-ready-") as place:
 
         def ready(**asked: Any) -> dict[str, Any]:
@@ -65,22 +66,19 @@ def measured(case: str, options: argparse.Namespace) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
             return found
 
-        row: dict[str, Any] = {}
-        if "quick" in options.only:
-            row["quick"] = ready(effort="quick", cache=False)
-        row["cold"] = ready()
-        row["again"] = []
+        yield "cold", ready(save=True)
         for _ in range(_MOST_AGAIN):
             found = ready(save=True)
+            yield "again" if found["raced"] else "warm", found
             if not found["raced"]:
-                row["warm"] = found
                 break
-            row["again"].append(found)
-        if "other weights" in options.only:
-            row["other weights"] = ready(seed=1)
-        if "folder" in options.only:
-            row["folder"] = ready(load=True)
-        return row
+        asked = {
+            "quick": {"effort": "quick", "cache": False},
+            "other weights": {"seed": 1},
+            "folder": {"load": True},
+        }
+        for name in options.only:
+            yield name, ready(**asked[name])
 
 
 def measured_here(asked: dict[str, Any]) -> dict[str, Any]:
@@ -99,20 +97,21 @@ def measured_here(asked: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             next(model.parameters()).mul_(1.001)  # whatever the seed does: these are other weights
     folder = f"{asked['place']}/folder"
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.process_time()
     if asked.get("load"):
         fast = refold.load(folder, model)
     else:
         settings = {"effort": asked.get("effort", "default"), "cache": asked.get("cache", True)}
         fast = refold.optimize(model, inputs, **settings, progress=False)
-    seconds = time.perf_counter() - start
+    seconds, worked = time.perf_counter() - start, time.process_time() - worked
     if asked.get("save"):
         refold.save(fast, folder)
     notes = [note for note in fast.report.notes if note.startswith(("As decided", "What was"))]
     raced = any("raced again" in note for note in notes)
     load = os.getloadavg()[0]
     runs = fast.prepared.at_example.executor
-    return {"seconds": round(seconds, 1), "runs": runs, "raced": raced, "load": round(load, 1), "notes": notes}
+    times = {"seconds": round(seconds, 1), "processor_seconds": round(worked, 1), "load": round(load, 1)}
+    return times | {"runs": runs, "raced": raced, "notes": notes}
 
 
 if __name__ == "__main__":

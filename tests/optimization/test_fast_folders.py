@@ -210,3 +210,12 @@ def test_weights_that_were_changed_since_are_verified_when_it_is_loaded(
     again = loaded(tmp_path / "folder", Scores)
     assert torch.equal(again(**CALL), fast(**CALL)) and not again.fallbacks
     assert decisions.SCHEMA in (tmp_path / "folder" / "optimized.json").read_text()
+
+
+def test_what_was_prepared_again_comes_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFOLD_CACHE", str(tmp_path / "cache"))
+    fast = optimized(scores(), backend="auto")
+    fast.norm[1].weight.data.mul_(2.0)  # nothing counts it, and it was folded
+    assert fast.refresh()
+    refold.save(fast, tmp_path / "folder")
+    assert torch.equal(loaded(tmp_path / "folder", Scores)(**CALL), fast(**CALL))

@@ -14,11 +14,18 @@ from torch import nn
 
 import refold
 from refold import FoldBatchNorm, MergeLinears, RemoveNoOps
+from refold.call_arguments import CallArguments
 from refold.errors import BadDecision
 from refold.optimization import choice, steps
+from refold.optimization.budget import Budget
 from refold.optimization.cache_folder import cache_of_user
 from refold.optimization.decision import Decision, Rounds
+from refold.optimization.job import Job
+from refold.optimization.job_key import key_of
 from refold.optimization.optimized_module import OptimizedModule
+from refold.optimization.progress import silent
+from refold.optimization.redoing import to_race
+from refold.optimization.selected_outputs import SelectedOutputs
 
 
 class Attention(nn.Module):
@@ -128,29 +135,68 @@ def other_code(self: Attention, x: torch.Tensor) -> torch.Tensor:
     return self.last(self.value(x) + self.query(x)) + self.key(x)
 
 
-DIFFERENT: dict[str, Callable[[], OptimizedModule]] = {
-    "sizes": lambda: optimized(a_model(), torch.randn(4, 5, 8)),
-    "settings": lambda: optimized(a_model(), level="safe"),
-    "shapes": lambda: optimized(a_model(cls=lambda: Attention(12)), torch.randn(3, 5, 12)),  # type: ignore[arg-type]
-    "code": lambda: optimized(a_model(cls=type("Attention", (Attention,), {"forward": other_code}))),
+def key(model: nn.Module | None = None, x: torch.Tensor = X, **settings: Any) -> str:
+    """The key of a job, which is not done."""
+    job = Job(model or a_model(), CallArguments((x,)), PIPELINE, "default", "auto", "quick", Budget(9.0), silent)
+    return key_of(replace(job, **settings), []).digest
+
+
+def with_attribute(value: Any) -> nn.Module:
+    model = a_model()
+    model.scale = value  # type: ignore[assignment]
+    return model
+
+
+def in_float64() -> nn.Module:
+    return a_model().double()
+
+
+DIFFERENT: dict[str, Callable[[], str]] = {
+    "sizes": lambda: key(x=torch.randn(4, 5, 8)),
+    "dtype": lambda: key(x=X.double()),
+    "weights of another shape": lambda: key(a_model(cls=lambda: Attention(12))),  # type: ignore[arg-type]
+    "weights of another dtype": lambda: key(in_float64()),
+    "code": lambda: key(a_model(cls=type("Attention", (Attention,), {"forward": other_code}))),
+    "an attribute": lambda: key(with_attribute(2)),
+    "a level": lambda: key(level="safe"),
+    "a budget": lambda: key(budget=Budget(8.0)),
+    "a pipeline": lambda: key(pipeline=PIPELINE[:1]),
+    "outputs": lambda: key(outputs=SelectedOutputs(("a",))),
+    "a tie": lambda: key(tied(a_model())),
 }
 
 
+def tied(model: nn.Module) -> nn.Module:
+    model.query.weight = model.key.weight
+    return model
+
+
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_what_is_different_is_decided_on_its_own(cache: Path, what: str) -> None:
-    optimized(a_model())
-    assert not is_as_decided(DIFFERENT[what]())
-    assert len(list(cache.glob("*/decision.json"))) == 2
+def test_what_is_different_has_another_key(what: str) -> None:
+    assert DIFFERENT[what]() != key() == key(a_model(5), X + 1)
 
 
-def test_precision_and_threads_count(cache: Path) -> None:
-    optimized(a_model())
+def test_precision_and_threads_have_keys_of_their_own() -> None:
+    before = key()
     torch.set_float32_matmul_precision("high")
+    assert key() != before
+    torch.set_float32_matmul_precision("highest")
+    torch.set_num_threads(2)
     try:
-        assert not is_as_decided(optimized(a_model()))
+        assert key() != before
     finally:
-        torch.set_float32_matmul_precision("highest")
-    assert is_as_decided(optimized(a_model()))
+        torch.set_num_threads(1)
+    assert key() == before
+
+
+def test_equal_configurations_have_equal_keys() -> None:
+    """Attributes are compared by what they hold: objects, functions, sets in any order, one in itself."""
+
+    class Settings:
+        def __init__(self) -> None:
+            self.words, self.call, self.own = {"a", "b", "c"}, other_code, self
+
+    assert key(with_attribute(Settings())) == key(with_attribute(Settings()))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +255,7 @@ def decision_in(cache: Path) -> Decision:
 
 
 LIES: dict[str, Callable[[Decision], Decision]] = {
-    "an executor that is not there": lambda d: replace(d, at_example="magic"),
+    "an unknown executor left to try": lambda d: replace(d, at_example="magic", untried=("magic",)),
     "one that takes no other sizes": lambda d: replace(d, at_any_size="compile"),
     "a rewrite less": lambda d: replace(d, steps=d.steps[1:]),
     "an unknown rewrite": lambda d: replace(d, steps=[d.steps[0] | {"class": "os.system"}]),
@@ -250,6 +296,15 @@ def test_what_was_left_open_is_raced_again(cache: Path, monkeypatch: pytest.Monk
     assert is_as_decided(optimized(a_model(), **how))
 
 
+def test_what_is_not_there_is_not_raced(kept: tuple[str, bytes]) -> None:
+    decision = Decision.from_text(kept[1])
+    job = Job(a_model(), CallArguments((X,)), PIPELINE, "default", "auto", "default", Budget(9.0), silent)
+    assert to_race(job, decision) == ()
+    left = replace(decision, rounds=(Rounds("magic", (1.0,)),), untried=("magic", "onednn"))
+    assert to_race(job, left)[0] == "onednn" and "magic" not in to_race(job, left)
+    assert to_race(replace(job, effort="quick"), left) == ()
+
+
 def test_a_model_that_was_rewritten_before_is_decided_each_time(cache: Path) -> None:
     """What its history holds cannot be made again from a graph that has it already."""
     gm = refold.MergeLinears()(refold.trace(a_model(), X))
@@ -277,3 +332,14 @@ def test_other_sizes_run_fast_as_decided(cache: Path) -> None:
 
     fasts = [optimized(a_model(cls=Open), sizes="open") for _ in range(2)]
     assert is_as_decided(fasts[1]) and is_right(fasts[1], torch.randn(5, 9, 8))
+
+
+def test_what_is_decided_waits_for_nobody(cache: Path) -> None:
+    """Many processes may start at once with a decision that is there; only what is to be decided is decided once."""
+    optimized(a_model())
+    folder = cache_of_user()
+    assert folder is not None
+    told: list[str] = []
+    with folder.locked(only_entry(cache).parent.name, 1.0, pytest.fail):
+        optimized(a_model(), progress=lambda what, done: told.append(what))
+    assert "capturing" in told and not any("waiting" in what for what in told)

@@ -246,12 +246,12 @@ def _as_decided(
     inventory = Inventory.of(job.model, captured)
     job, _ = _with_zeros(job, captured)
     is_open = bool(to_race(job, decision))
-    calls = _calls_of_other_sizes(job, captured, others, 2 if is_open else 1)
+    calls = _calls_of_other_sizes(job, captured, others, is_quick=not is_open)
     if is_open:
         job = _with_other_sizes(job, calls)
     try:
         found = redo(job, captured, calls, decision, weights, _choose)
-        prepared = _prepared(job, found.rewritten, found.choice, found.report)
+        prepared = _prepared(job, found.gm, found.choice, found.report)
     except BaseException:
         if history(captured):
             alone(lambda: undo_below(captured))
@@ -294,8 +294,8 @@ def _decided_anew(job: Job, others: Sequence[CallArguments], keeper: Keeper) -> 
     rewritten, choice = _choose(job.part(0.55, 1.0), rewritten)
     report = build_report(job.model, rewritten, choice, [*rewritten.notes, *notes])
     report = _with_work(job, rewritten, choice, report)
-    decision = keeper.keep(keeper.decide(before, rewritten, choice, report))
-    return _completed(job, replace(_prepared(job, rewritten, choice, report), decision=decision), inventory)
+    decision = keeper.keep(keeper.decide(before, rewritten.gm, choice, report))
+    return _completed(job, replace(_prepared(job, rewritten.gm, choice, report), decision=decision), inventory)
 
 
 def _with_zeros(job: Job, captured: GraphModule) -> tuple[Job, list[str]]:
@@ -312,13 +312,14 @@ def _no_zeros(job: Job) -> list[str]:
 
 
 def _calls_of_other_sizes(
-    job: Job, captured: GraphModule, given: Sequence[CallArguments], most: int = 2
+    job: Job, captured: GraphModule, given: Sequence[CallArguments], *, is_quick: bool = False
 ) -> list[CallArguments] | None:
-    """Calls of other sizes: those that were given, or drawn ones, not more than so many; None where sizes are fixed."""
+    """Calls of other sizes: those that were given, or drawn ones; None where sizes are fixed. Quickly, it is one call,
+    which the model may not take."""
     if not (job.open_sizes and has_open_sizes(captured)):
         return None
     taken = [call for call in given if why_refused(captured, call.args, call.kwargs) is None]
-    return taken or draw_calls(job.inputs, captured, job.model, most)
+    return taken or draw_calls(job.inputs, captured, job.model, 1 if is_quick else 2, tried=not is_quick)
 
 
 def _with_other_sizes(job: Job, calls: list[CallArguments] | None) -> Job:
@@ -416,13 +417,13 @@ def _as_called(
     return call
 
 
-def _prepared(job: Job, rewritten: Rewritten, choice: ExecutorChoice, report: Report) -> Prepared:
-    way = _way(job, rewritten.gm, choice.name, choice.run, choice.reads_live_weights)
+def _prepared(job: Job, gm: GraphModule | None, choice: ExecutorChoice, report: Report) -> Prepared:
+    way = _way(job, gm, choice.name, choice.run, choice.reads_live_weights)
     other, found = None, choice.at_any_size
     if found is not None:
         is_same = found.run is choice.run
-        other = way if is_same else _way(job, rewritten.gm, found.name, found.run, found.reads_live_weights)
-    return _put_together(job, rewritten.gm, way, other, report)
+        other = way if is_same else _way(job, gm, found.name, found.run, found.reads_live_weights)
+    return _put_together(job, gm, way, other, report)
 
 
 def _way(job: Job, gm: GraphModule | None, name: str, run: Callable[..., Any], reads_live_weights: bool) -> Way:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from refold.call_arguments import CallArguments
 from refold.errors import BadDecision, RefoldError, SaveError
@@ -26,8 +27,7 @@ from refold.optimization.decision import Decision, Rounds, digest_of_graph, plai
 from refold.optimization.expectations import is_out_of_time
 from refold.optimization.job import Job
 from refold.optimization.job_key import JobKey, key_of
-from refold.optimization.redoing import Redone
-from refold.optimization.steps import Rewritten
+from refold.optimization.redoing import Redone, to_race
 from refold.record.stack import history
 from refold.report.document import Report
 from refold.rewrite.replay import steps_of
@@ -60,15 +60,17 @@ class Keeper:
     def _found(self) -> Decision | None:
         given = self._job.given
         if given is not None:
-            differences = given.key.differences(self.key)
-            if not differences:
+            differences = [name for name in given.key.differences(self.key) if name != "settings"]
+            if not differences:  # it was asked for as its folder says, or prepared again since, on the same terms
                 return given
             self.notes.append(f"{NOT_USED}, because it was saved for other {', '.join(differences)}.")
         try:
             text = None if self._cache is None else self._cache.read(self.key.digest)
             found = None if text is None else Decision.from_text(text)
-        except (OSError, BadDecision) as error:
-            self._put_aside(first_line(error))
+        except OSError:  # writing says why
+            return None
+        except BadDecision as reason:
+            self._put_aside(str(reason))
             return None
         if found is not None and found.key != self.key:
             self._put_aside("it is that of another model")
@@ -90,11 +92,11 @@ class Keeper:
             return None
 
     def decide(
-        self, captured: str, rewritten: Rewritten, choice: ExecutorChoice, report: Report, raced: Sequence[str] = ()
+        self, captured: str, gm: GraphModule | None, choice: ExecutorChoice, report: Report, raced: Sequence[str] = ()
     ) -> Decision | None:
         """A decision as plain data; None where a rewrite cannot be told as such. `captured` is the digest of the graph
         before its rewrites, and empty where rewrites were in it already; `raced` what was raced again."""
-        gm, before = rewritten.gm, self.decision
+        before = self.decision
         if gm is None or not captured:
             return None
         try:
@@ -124,14 +126,13 @@ class Keeper:
 
     def decided_again(self, decision: Decision, weights: str, found: Redone) -> Decision:
         """The decision after it was used again, kept where anything is new."""
-        gm = found.rewritten.gm
         if found.raced:
-            new = self.decide(decision.captured, found.rewritten, found.choice, found.report, found.raced)
-        elif weights == decision.weights or gm is None:
+            new = self.decide(decision.captured, found.gm, found.choice, found.report, found.raced)
+        elif weights == decision.weights:
             return decision
         else:
-            steps = plain_steps(steps_of(gm))
-            new = replace(decision, steps=steps, rewritten=digest_of_graph(gm), report=found.report)
+            steps = plain_steps(steps_of(found.gm))
+            new = replace(decision, key=self.key, steps=steps, rewritten=digest_of_graph(found.gm), report=found.report)
         return self.keep(new) or decision
 
     def _open_rounds(self, choice: ExecutorChoice) -> tuple[Rounds, ...]:
@@ -185,15 +186,19 @@ def fingerprint_of_weights(model: nn.Module) -> str:
 
 @contextmanager
 def keeping(job: Job, others: Sequence[CallArguments]) -> Iterator[Keeper]:
-    """What is kept for a job, while no other process decides the same."""
+    """What is kept for a job; where that leaves something to decide, while no other process decides the same."""
     key, cache = key_of(job, others), job.cache
+    found = Keeper(job, key)
     if cache is None:
-        yield Keeper(job, key)
+        yield found
         return
-    seconds = max(_LONGEST_WAIT, 2 * (job.budget.seconds or 0.0))
-    waiting = partial(job.progress, "waiting for another process that prepares the same", 0.0)
-    with cache.locked(key.digest, seconds, waiting) as had_to_wait:
-        if had_to_wait:
-            job.budget.restart()
-        with compiled_code_in(cache.compiled(key.digest)):
-            yield Keeper(job, key)
+    with compiled_code_in(cache.compiled(key.digest)):
+        if found.decision is not None and not to_race(job, found.decision):
+            yield found
+            return
+        seconds = max(_LONGEST_WAIT, 2 * (job.budget.seconds or 0.0))
+        waiting = partial(job.progress, "waiting for another process that prepares the same", 0.0)
+        with cache.locked(key.digest, seconds, waiting) as had_to_wait:
+            if had_to_wait:
+                job.budget.restart()
+            yield Keeper(job, key) if had_to_wait else found

@@ -15,8 +15,7 @@ from torch.fx import GraphModule
 from refold.call_arguments import CallArguments
 from refold.capture.exclusive import alone
 from refold.errors import BadDecision
-from refold.executors import Executor, Plain, executor_named
-from refold.executors.catalogue import why_unavailable
+from refold.executors import Executor, Plain, executors
 from refold.executors.meaning import prepare_as_torch
 from refold.nested import same_leaves
 from refold.optimization.choice import ORIGINAL, ExecutorChoice, ReadyExecutor, available_executor, ready_executor
@@ -27,7 +26,6 @@ from refold.optimization.report_building import build_report
 from refold.optimization.sizes import OtherSizes
 from refold.optimization.steps import Rewritten, rewrite
 from refold.record.copies import shared_copy
-from refold.report.data import GraphData
 from refold.report.document import Report
 from refold.rewrite.replay import replay
 from refold.verification.accuracy import OutputReference
@@ -39,7 +37,7 @@ Choose = Callable[[Job, Rewritten], tuple[Rewritten, ExecutorChoice]]
 class Redone:
     """What a decision gave when it was used again."""
 
-    rewritten: Rewritten
+    gm: GraphModule
     choice: ExecutorChoice
     report: Report
     raced: tuple[str, ...] = ()
@@ -64,21 +62,20 @@ def redo(
     such of other sizes that the graph takes."""
     if digest_of_graph(captured) != decision.captured:
         raise BadDecision("the graph of the model is another one")
-    raced = to_race(job, decision)
-    if raced or weights != decision.weights:
-        rewritten = _rewritten_again(job, captured, decision)
-    else:
-        rewritten = _replayed(job, captured, decision)
-    drawn = () if decision.at_any_size is None or calls is None else calls
-    trial = _Trial(job, drawn, rewritten.reference, weights != decision.weights)
+    raced, drawn = to_race(job, decision), () if decision.at_any_size is None or calls is None else calls
+    if not raced and weights == decision.weights:
+        unrewritten = _replay(job, captured, decision)
+        trial = _Trial(job, drawn, None)
+        trial.check(captured, "the rewritten graph")
+        return Redone(captured, _prepared_as_decided(job, captured, unrewritten, decision, trial), decision.report)
+    rewritten = _rewritten_again(job, captured, decision)
+    trial = _Trial(job, drawn, rewritten.reference)
     trial.check(captured, "the rewritten graph")
     if raced:
         rewritten, choice = choose(replace(job, only=raced, earlier=decision.comparison()), rewritten)
     else:
-        choice = _prepared_as_decided(job, rewritten, decision, trial)
-    is_same = not raced and weights == decision.weights
-    report = decision.report if is_same else _report(job, rewritten, choice, decision, bool(raced))
-    return Redone(rewritten, choice, report, raced)
+        choice = _prepared_as_decided(job, captured, rewritten.unrewritten or captured, decision, trial)
+    return Redone(captured, choice, _report(job, rewritten, choice, decision, bool(raced)), raced)
 
 
 def _report(job: Job, rewritten: Rewritten, choice: ExecutorChoice, decision: Decision, is_raced: bool) -> Report:
@@ -103,20 +100,19 @@ def _report(job: Job, rewritten: Rewritten, choice: ExecutorChoice, decision: De
 
 def to_race(job: Job, decision: Decision) -> tuple[str, ...]:
     """The executors to prepare and to time again: none where the decision is settled, or where there is no time."""
-    if job.effort == "quick":
+    if job.effort == "quick" or decision.is_settled:
         return ()
-    level = [each.name for each in decision.rounds if each.name != ORIGINAL]
-    late = [name for name in decision.untried if _is_worth_trying(job, decision, name)]
-    if not decision.rounds and not late:
+    known = executors(job.device)
+    level = [each.name for each in decision.rounds]
+    late = [name for name in decision.untried if name in known and _is_worth_trying(job, decision, known[name])]
+    if not level and not late:
         return ()
-    chosen = (decision.at_example, decision.at_any_size or Plain.name, Plain.name)
-    names = dict.fromkeys(name for name in (*level, *late, *chosen) if name != ORIGINAL)
-    return tuple(name for name in names if why_unavailable(executor_named(name), job.device) is None)
+    chosen = (decision.at_example, decision.at_any_size, Plain.name)
+    return tuple(dict.fromkeys(name for name in (*level, *late, *chosen) if name in known))
 
 
-def _is_worth_trying(job: Job, decision: Decision, name: str) -> bool:
+def _is_worth_trying(job: Job, decision: Decision, executor: Executor) -> bool:
     """Whether there is time for an executor now, and it is expected to be faster than what was found."""
-    executor = executor_named(name)
     seconds = {bar.name: bar.median for bar in decision.report.timings}
     plain, best = seconds.get(Plain.name), seconds.get(decision.at_example)
     gain = plain / best if plain and best else 1.0
@@ -126,15 +122,14 @@ def _is_worth_trying(job: Job, decision: Decision, name: str) -> bool:
 # --- the rewrites --------------------------------------------------------------------------------------------------
 
 
-def _replayed(job: Job, captured: GraphModule, decision: Decision) -> Rewritten:
-    """The same rewrites at the same places."""
+def _replay(job: Job, captured: GraphModule, decision: Decision) -> GraphModule:
+    """Make the same rewrites at the same places; the graph without them."""
     unrewritten = shared_copy(captured)
     job.progress("making the rewrites", 0.3)
     alone(lambda: replay(captured, decision.steps))
     if digest_of_graph(captured) != decision.rewritten:
         raise BadDecision("its rewrites give another graph")
-    reference = OutputReference.of(unrewritten, job.inputs, only_if_needed=True)
-    return Rewritten(captured, unrewritten, GraphData(), [], reference)
+    return unrewritten
 
 
 def _rewritten_again(job: Job, captured: GraphModule, decision: Decision) -> Rewritten:
@@ -148,13 +143,17 @@ def _rewritten_again(job: Job, captured: GraphModule, decision: Decision) -> Rew
 
 
 class _Trial:
-    """The example and a drawn call, run by the model, with which everything is compared before it is used."""
+    """The example and a drawn call, run by the model, with which everything is compared before it is used. With a
+    reference (for weights that are new) outputs are graded, too, and the example is tried with padding."""
 
-    def __init__(self, job: Job, calls: Sequence[CallArguments], reference: OutputReference, is_graded: bool) -> None:
+    def __init__(self, job: Job, calls: Sequence[CallArguments], reference: OutputReference | None) -> None:
         model = job.original if job.outputs is None else job.outputs.called(job.original)
-        self._job, self._model = job, model
-        self._all = OtherSizes(model, (job.inputs, *calls[:1]))
-        self._reference = reference if is_graded else None
+        self._job, self._model, self._reference = job, model, reference
+        is_padded = reference is not None
+        try:
+            self._all = OtherSizes(model, (job.inputs, *calls[:1]), padded=is_padded)
+        except Exception:  # the model itself does not take the drawn call
+            self._all = OtherSizes(model, (job.inputs,), padded=is_padded)
 
     def check(self, run: Callable[..., Any], what: str, *, at_example: bool = False) -> None:
         """Refuse what is not the model; `at_example` says that it takes the example's sizes alone."""
@@ -169,14 +168,15 @@ class _Trial:
             raise BadDecision(f"{what} is not the model {objection}")
 
 
-def _prepared_as_decided(job: Job, rewritten: Rewritten, decision: Decision, trial: _Trial) -> ExecutorChoice:
-    gm, name = rewritten.gm, decision.at_example
-    assert gm is not None and rewritten.unrewritten is not None
+def _prepared_as_decided(
+    job: Job, gm: GraphModule, unrewritten: GraphModule, decision: Decision, trial: _Trial
+) -> ExecutorChoice:
+    name = decision.at_example
     executor = None if name == ORIGINAL else available_executor(name, job.device)
     job.progress(f"preparing {name}", 0.6)
     run: Callable[..., Any] = job.original
     if executor is not None:
-        module = rewritten.unrewritten if decision.runs_unrewritten else gm
+        module = unrewritten if decision.runs_unrewritten else gm
         run = prepare_as_torch(executor, module, *job.arguments)
         if name != Plain.name or decision.runs_unrewritten:  # else it runs the graph itself
             trial.check(run, name, at_example=not executor.takes_any_size)

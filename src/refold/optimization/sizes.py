@@ -29,28 +29,35 @@ def shapes_of(inputs: CallArguments) -> Shapes:
     return tuple(tensor.shape for tensor in inputs.tensors)
 
 
-def draw_calls(inputs: CallArguments, gm: GraphModule, model: nn.Module, most: int = 2) -> list[CallArguments]:
+def draw_calls(
+    inputs: CallArguments, gm: GraphModule, model: nn.Module, most: int = 2, *, tried: bool = True
+) -> list[CallArguments]:
     """Calls like this one of other sizes, among those that capture left open: a smaller one and a larger one, of the
-    same values repeated or cut. The model itself takes them."""
+    same values repeated or cut. The model itself takes them, if they are tried."""
     record: CaptureRecord | None = gm.meta.get(RECORD)
     if record is None:
         return []
     found: list[CallArguments] = []
     generator = random.Random(0)
     for larger in (False, True)[:most]:
-        drawn = next(_allowed(inputs, record, larger, generator, model), None)
+        drawn = next(_allowed(inputs, record, larger, generator, model, tried), None)
         if drawn is not None and shapes_of(drawn) not in map(shapes_of, (inputs, *found)):
             found.append(drawn)
     return found
 
 
 def _allowed(
-    inputs: CallArguments, record: CaptureRecord, larger: bool, generator: random.Random, model: nn.Module
+    inputs: CallArguments,
+    record: CaptureRecord,
+    larger: bool,
+    generator: random.Random,
+    model: nn.Module,
+    tried: bool,
 ) -> Iterator[CallArguments]:
     call, leaves = bind_call(model, inputs.args, inputs.kwargs, {})
     for _ in range(_ATTEMPTS):
         drawn = CallArguments(*call.rebuild(_drawn(record, leaves, larger, generator)))
-        if not record.refusal(drawn.args, drawn.kwargs) and _is_taken(model, drawn):
+        if not record.refusal(drawn.args, drawn.kwargs) and (not tried or _is_taken(model, drawn)):
             yield drawn
 
 
@@ -80,9 +87,9 @@ def _is_taken(model: nn.Module, call: CallArguments) -> bool:
 class OtherSizes:
     """What a model gives for calls of other sizes than the example's, with and without padding."""
 
-    def __init__(self, model: Callable[..., Any], calls: Sequence[CallArguments]) -> None:
+    def __init__(self, model: Callable[..., Any], calls: Sequence[CallArguments], *, padded: bool = True) -> None:
         self.calls = tuple(calls)
-        self._padded = [PaddedExample(model, call) for call in calls[:1]]
+        self._padded = [PaddedExample(model, call) for call in calls[:1]] if padded else []
         self._expected = [_outputs(model, call) for call in calls]
 
     def objection(self, run: Callable[..., Any], most: int | None = None) -> str | None:
