@@ -95,7 +95,7 @@ class ValueRanges:
         known = self._evaluated(node)
         if known is not None:
             self.known[node] = known
-            return range_of(known)
+            return self.of(known) if isinstance(known, int) else range_of(known)
         recorded = node.meta.get("val")
         if node.target is operator.getitem:
             parts = self._ranges[node.args[0]]  # type: ignore[index]
