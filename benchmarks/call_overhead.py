@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, inputs = next(iter(cases("cpu", [options.case]))).build()
-    fast = refold.optimize(model, inputs, backend="onnxruntime", progress=False)
+    fast = refold.optimize(model, inputs, backend="onnxruntime", progress=False, cache=False)
     ways = ways_to_call(fast)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     checks: list[float] = []

@@ -97,7 +97,7 @@ def openvino(model: nn.Module, inputs: Inputs) -> Contender:
 def refold_optimize(model: nn.Module, inputs: Inputs) -> Contender:
     from refold.optimization.job_stages import optimize
 
-    return optimize(copy.deepcopy(model), inputs, progress=False)
+    return optimize(copy.deepcopy(model), inputs, progress=False, cache=False)
 
 
 def contenders(device: str) -> dict[str, Builder]:

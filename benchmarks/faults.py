@@ -82,7 +82,7 @@ def jobs(folder: Path) -> dict[str, Job]:
     return {
         "optimize": (
             model,
-            lambda: refold.optimize(model, (x,), backend="plain", progress=False),
+            lambda: refold.optimize(model, (x,), backend="plain", progress=False, cache=False),
             lambda fast: fast.restore(),
         ),
         "trace": (model, lambda: refold.trace(model, x), nothing),

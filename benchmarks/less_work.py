@@ -94,7 +94,7 @@ def refold_optimize(effort: str) -> Builder:
     def make(model: nn.Module, inputs: Inputs) -> Callable[..., Any]:
         import refold
 
-        return refold.optimize(copy.deepcopy(model), inputs, effort=effort, progress=False)
+        return refold.optimize(copy.deepcopy(model), inputs, effort=effort, progress=False, cache=False)
 
     return make
 

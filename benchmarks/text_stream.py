@@ -149,7 +149,7 @@ def contenders(options: argparse.Namespace) -> dict[str, Builder]:
 def refold_optimize(model: nn.Module, example: Inputs, options: argparse.Namespace) -> Run:
     import refold
 
-    return refold.optimize(copy.deepcopy(model), example, effort=options.effort, progress=False)
+    return refold.optimize(copy.deepcopy(model), example, effort=options.effort, progress=False, cache=False)
 
 
 def _open(example: Inputs) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def optimize_one(name: str, build: zoo.Build, tell: zoo.Tell) -> None:
     tell(result)
     started = time.perf_counter()
     try:
-        optimized = refold.optimize(model, cloned(inputs), backend="plain", progress=False)
+        optimized = refold.optimize(model, cloned(inputs), backend="plain", progress=False, cache=False)
     except refold.RefoldError as error:
         tell(result | {"refused": str(error)[:300]})
         return

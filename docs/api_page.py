@@ -20,7 +20,13 @@ import refold
 from refold.rewrite.rule import Rewrite
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "The main job": ("optimize", "refold.optimization.optimized_module:OptimizedModule", "refold.report:Report"),
+    "The main job": (
+        "optimize",
+        "refold.optimization.optimized_module:OptimizedModule",
+        "refold.report:Report",
+        "train_without_padding",
+        "refold.optimization.training_forward:TrainingForward",
+    ),
     "Capture": (
         "trace",
         "symbolic_trace",

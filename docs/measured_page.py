@@ -130,6 +130,49 @@ def core(found: dict[str, Any]) -> Iterator[str]:
         yield table(("what", "bytes"), [(name, f"{value:,}") for name, value in found["memory"].items()])
 
 
+def scale(found: dict[str, Any]) -> Iterator[str]:
+    """Plans without weights and checkpoints as a stream, from benchmarks/scale.py; as far as it ran."""
+    machine = found["machine"]
+    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items() if name == "torch")
+    yield "## Beyond one machine"
+    yield f"From `benchmarks/scale.py` ({machine['device']}, {machine['cores']} cores, {versions})."
+    if "plan" in found:
+        yield "A Llama of the shape of 70 B captured on the meta device, with the plan of `MergeLinears`:"
+        rows = [
+            (
+                *(str(row["layers"]), f"{row['parameters'] / 1e9:.1f} B", f"{row['seconds']:.1f}"),
+                *(f"{row['cpu_seconds_for_an_added_layer']:.3f}", f"{row['megabytes']:.0f} MB"),
+            )
+            for row in found["plan"]["rows"]
+        ]
+        yield table(("layers", "parameters", "seconds", "processor's seconds for a further layer", "peak memory"), rows)
+    if "convert" in found:
+        yield conversion(found["convert"])
+    if "kills" in found:
+        kills = found["kills"]
+        yield (
+            f"Killed (`kill -9`) at random moments of a conversion and started again: {kills['identical']} of "
+            f"{kills['times']} results are identical to one that was not killed."
+        )
+
+
+def conversion(found: dict[str, Any]) -> str:
+    """A checkpoint converted and back, beside cp."""
+    rows = [
+        (*(f"{row[name]:.1f}" for name in ("cp", "there", "back")), f"{row.get('load', 0):.0f}")
+        for row in found["rounds"]
+    ]
+    head = ("`cp -r`, seconds", "`--to vllm`", "`--to hf`", "processes that wanted the cores")
+    same = "the very files come back" if found["same_files"] else "the files differ"
+    return (
+        f"{found['bytes'] / 1e9:.1f} GB of shards copied, converted and converted back in turn, each until all is on "
+        f"the disk; {same}, and the peak memory is {found['peak_megabytes']:.0f} MB (bound: "
+        f"{found['peak_bound_megabytes']:.0f} MB). "
+        f"A conversion reads, hashes both sides and writes, so it needs processors where `cp` waits for the disk:\n\n"
+        + table(head, rows)
+    )
+
+
 def named_rows(name: str, rows: dict[str, dict[str, Any]]) -> str:
     """A table with one row for each entry, and its own keys as columns."""
     head = (name, *next(iter(rows.values())))
@@ -141,4 +184,5 @@ SECTIONS: dict[str, Callable[[Any], Iterator[str]]] = {
     "verify": verification,
     "weights": weights,
     "faults": faults,
+    "scale": scale,
 }

@@ -8,6 +8,7 @@ slow tests out. Processor time and not the clock, because others may use the mac
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections.abc import Generator
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported so far stays: collections of garbage need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

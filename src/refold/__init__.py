@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from refold.measurement.timing import measure
     from refold.optimization.job_stages import optimize
     from refold.optimization.saved_models import load, save
+    from refold.optimization.training_forward import train_without_padding
     from refold.verification.verdicts import Verification
     from refold.verification.verifier import verify
 
@@ -77,6 +78,7 @@ _LOADED_WHEN_USED = {
     "optimize": "refold.optimization.job_stages",
     "load": "refold.optimization.saved_models",
     "save": "refold.optimization.saved_models",
+    "train_without_padding": "refold.optimization.training_forward",
     "verify": "refold.verification.verifier",
     "Verification": "refold.verification.verdicts",
 }
@@ -168,6 +170,7 @@ __all__ = [
     "save",
     "symbolic_trace",
     "trace",
+    "train_without_padding",
     "undo",
     "unread_parameters",
     "verify",

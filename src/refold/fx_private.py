@@ -81,8 +81,10 @@ def set_plain_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is hooked onto a module's call, gradients or state."""
-    return any(getattr(module, name, None) for name in _HOOKS)
+    """Whether anything is hooked onto a module's call, gradients or state, besides what FSDP hooks onto the state of
+    every module, so that states are taken of shards."""
+    hooks = [hook for name in _HOOKS for hook in (getattr(module, name, None) or {}).values()]
+    return not all(getattr(hook, "__module__", "").startswith(_FSDP_PARAMETERS) for hook in hooks)
 
 
 def module_being_copied(memo: Mapping[int, Any]) -> GraphModule | None:
@@ -243,6 +245,8 @@ def restore_graph(gm: GraphModule, state: WholeGraphState) -> None:
     gm.__dict__.update(state.derived)
     for key, value in state.forward.items():
         setattr(type(gm), key, value)
+    for key in vars(type(gm)).keys() & set(_GENERATED) - state.forward.keys():
+        delattr(type(gm), key)  # FSDP puts a class of its own before the graph's, which has none at first
 
 
 def _nodes_in(args: Any, kwargs: Any) -> dict[Node, None]:
@@ -368,6 +372,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 def extent_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     """The bytes that a tensor lies in: a storage where it has no address, else 0; the first byte and the last. None for
     a tensor that has no memory."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
     try:
         storage = tensor.untyped_storage()
         start, last = (place * tensor.element_size() for place in span_of(tensor))
@@ -497,3 +502,72 @@ def find_tensor(gm: nn.Module, name: str) -> torch.Tensor | None:
         return None
     found = table(module, "_parameters").get(key)
     return found if found is not None else table(module, "_buffers").get(key)
+
+
+# --- FSDP2: the parameters that a group of modules gathers ----------------------------------------------------------
+
+
+_FSDP_PARAMETERS = "torch.distributed.fsdp._fully_shard._fsdp_param"
+"""Where hooks on the state of modules come from; those of groups of parameters from a module whose name begins so."""
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The groups of parameters that `fully_shard` made for a module."""
+    groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+def class_before_fsdp(module: Any) -> type[nn.Module]:
+    """The class of a module before `fully_shard` put one of its own before it."""
+    found: type[nn.Module] = type(module).__mro__[module._orig_cls_mro_index]
+    return found
+
+
+def fsdp_place(managed: Any) -> tuple[int, str]:
+    """The module, by its id, and the name under which a managed parameter is registered."""
+    return id(managed._module_info.module), managed._module_info.param_name
+
+
+def fsdp_owner(hook: Any) -> Any:
+    """The managed parameter that put a hook onto the module that holds it; None for all other hooks."""
+    if getattr(hook, "__module__", "") != _FSDP_PARAMETERS:
+        return None
+    return hook.__closure__[0].cell_contents
+
+
+def hook_states_again(group: Any) -> None:
+    """Let FSDP hook onto the states of the modules whose parameters a group manages now, if it did before."""
+    handles = (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle)
+    if handles[0]:
+        for handle in (*handles[0].values(), *handles[1].values()):
+            handle.remove()
+        for known in handles:
+            known.clear()
+        group._register_state_dict_hooks()
+
+
+def forget_fsdp_hooks(module: nn.Module) -> None:
+    """Leave the hooks of managed parameters out of a module that shares its attributes with another one."""
+    hooks = module._load_state_dict_post_hooks
+    module.__dict__["_load_state_dict_post_hooks"] = hooks.copy()
+    remove_fsdp_hooks(module, [])
+
+
+def remove_fsdp_hooks(module: nn.Module, live: list[Any]) -> None:
+    """Remove the hooks of managed parameters that are none of the live ones."""
+    hooks = module._load_state_dict_post_hooks
+    for key in [k for k, hook in hooks.items() if fsdp_owner(hook) and not any(fsdp_owner(hook) is p for p in live)]:
+        del hooks[key]
+
+
+def fsdp_param(group: Any, module: nn.Module, key: str, tensor: Any) -> Any:
+    """What a group needs to know about a parameter that lies sharded in a module already."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+
+    like = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor.requires_grad)
+    placement = next(p for p in tensor.placements if p.is_shard())
+    settings = (group.mesh_info, group.post_forward_mesh_info, group.device, lambda _: placement)
+    made = FSDPParam(like, ParamModuleInfo(module, key), *settings, group.mp_policy, group.offload_policy)
+    table(module, "_parameters")[key] = tensor
+    made.reset_sharded_param()
+    return made

@@ -41,3 +41,11 @@ def quiet(*names: str) -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
+
+
+def byte_count(count: int) -> str:
+    """Bytes in three digits and a unit."""
+    for unit, unit_size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= unit_size:
+            return f"{count / unit_size:.3g} {unit}"
+    return f"{count} bytes"

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
-from zoo_families import FAMILIES
+from zoo_families import FAMILIES, captured_of
 
 import refold
 from refold.capture.python_operators import TABLE, use_python_operators
@@ -127,9 +127,7 @@ def test_what_has_no_equal_stays() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_computes_the_same_bits_and_is_rewritten_as_often(family: str) -> None:
-    model, args, kwargs = FAMILIES[family]()
-    model.eval()
-    plain = refold.trace(model, *args, **kwargs)
+    _, args, kwargs, plain = captured_of(family)
     python = copy.deepcopy(plain)
     use_python_operators(python)
     left = [node for node in python.graph.nodes if node.target in TABLE and not node.kwargs]

@@ -189,6 +189,29 @@ def test_maps_that_join_nothing_are_computed_and_their_results_may_lie_in_severa
     assert_same_files(tmp_path / "back", source)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_of_torch_distributed_are_read_and_the_results_read_by_it(tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    tensors = llama_like(layers=1)
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "source"), {n: 1 + i % 2 for i, n in enumerate(tensors)})
+    dcp.save(tensors, storage_writer=writer)
+    convert(tmp_path / "source", tmp_path / "fused", to="vllm", verify=True)
+    wanted = read_tensors(tmp_path / "fused")
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "fused")))
+    assert any("qkv_proj" in name for name in found)
+    assert_same_tensors(found, wanted)
+    assert convert(tmp_path / "fused", tmp_path / "back", to="hf").same_as_original
+    pieces = shutil.copytree(tmp_path / "source", tmp_path / "pieces")
+    (pieces / "model.safetensors.index.json").unlink()
+    for rank in (1, 2):
+        shutil.copy(pieces / "model-00001-of-00002.safetensors", pieces / f"shard-0000{rank}-model-1-of-1.safetensors")
+    for path in pieces.glob("model-*"):
+        path.unlink()
+    assert_refused(pieces, "Join them first")
+
+
 # --- plans ---------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +253,9 @@ def test_a_table_says_which_names_it_takes_and_refuses_what_is_ambiguous(tmp_pat
         "rows: [{from: [a, a], into: b}]",
         "rows: [{from: a, into: b, other: c}]",
         "rows: [{from: [a, b], into: c, shares: [1]}]",
+        "rows: [{from: '{x}.{n}', into: '{x}', stack: [n]}]",
+        "rows: [{from: '{1}.a', into: '{1}.b'}]",
+        "rows: [{from: a, into: b, steps: [{permute: ['0', '1']}]}]",
     ],
 )
 def test_a_table_that_cannot_be_understood_is_refused(rows: str, tmp_path: Path) -> None:
@@ -237,6 +263,43 @@ def test_a_table_that_cannot_be_understood_is_refused(rows: str, tmp_path: Path)
     table.write_text(f"refold-layout: 1\n{rows}\n")
     with pytest.raises(BadLayout, match=r"table\.yaml"):
         layout_named(str(table))
+
+
+STEPS = {
+    "transpose": ("norm", "norm.weight: .* no two axes"),
+    "{permute: [0, 2, 1]}": ("mlp.gate_proj", r"gate_proj.weight: .* has not the axes \[0, 2, 1\]"),
+    "{reshape: [5, 5]}": ("norm", r"no shape \[5, 5\]"),
+    "{reshape: [99999999999999999999, -1]}": ("norm", "no shape"),
+    "{pad: {along: 0, multiple: 0}}": ("norm", "cannot be padded"),
+    "{pad: {along: 7, multiple: 4}}": ("norm", "cannot be padded"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_that_does_not_fit_a_tensor_is_refused_with_its_name(step: str, source: Path, tmp_path: Path) -> None:
+    path, words = STEPS[step]
+    table = tmp_path / "table.yaml"
+    row = f"{{from: '{{p*}}.{path}.weight', into: '{{p*}}.new', steps: [{step}]}}"
+    table.write_text(f"refold-layout: 1\nrows: [{row}]\n")
+    assert_refused(source, f"{words}.*Nothing was written", BadLayout, to=str(table))
+
+
+def test_scales_that_the_weights_of_their_layer_leave_behind_are_told(tmp_path: Path) -> None:
+    tensors = llama_like(layers=1)
+    scale = "model.layers.0.self_attn.q_proj.weight_scale"
+    done = convert(write_checkpoint(tmp_path / "source", tensors | {scale: torch.ones(1)}), tmp_path / "out", to="vllm")
+    assert list(done.incomplete) == [scale] and "of the same layer goes elsewhere" in done.incomplete[scale]
+
+
+def test_packed_elements_are_refused_by_name(tmp_path: Path) -> None:
+    header = {
+        f"m.self_attn.{n}_proj.weight": {"dtype": "F4", "shape": [1, 2], "data_offsets": [i, i + 1]}
+        for i, n in enumerate("qkv")
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"abc")
+    assert_refused(tmp_path / "source", "q_proj.weight is F4, several elements to a byte")
 
 
 # --- bad folders ---------------------------------------------------------------------------------------------------
@@ -282,6 +345,29 @@ def _twice_in_two_files(source: Path) -> None:
     shutil.copy(source / FIRST, source / "z.safetensors")
 
 
+def _without_index(source: Path, spoil: Callable[[], object]) -> None:
+    (source / "model.safetensors.index.json").unlink()
+    spoil()
+
+
+def _dead_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere")
+
+
+def _rewrite_header(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+def _rename_to_half(header: dict[str, Any]) -> None:
+    header["\ud800"] = header.pop(NAME)
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda s: (s / SECOND).unlink(), f"{SECOND} is missing"),
     "unlisted shard": (lambda s: edit_index(s, lambda m: [m.pop(n) for n in list(m) if m[n] == SECOND]), "names no"),
@@ -299,6 +385,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "twice in a header": (lambda s: _twice_in_a_header(s / FIRST), "q_proj.bias' twice"),
     "twice in two files": (lambda s: _twice_in_two_files(s), "one name, two tensors"),
     "no weights": (lambda s: [p.unlink() for p in s.glob("*safetensors*")], "holds no safetensors files"),
+    "first of three": (lambda s: _without_index(s, lambda: (s / FIRST).unlink()), "lacks file 1 of 3"),
+    "dead link": (lambda s: _without_index(s, lambda: _dead_link(s / FIRST)), "a link that leads nowhere"),
+    "metadata": (lambda s: _rewrite_header(s / FIRST, lambda h: h.update(__metadata__=3)), "metadata must give texts"),
+    "no text in it": (lambda s: _rewrite_header(s / FIRST, _rename_to_half), "cannot be understood"),
     "no folder": (lambda s: s.rename(s.parent / "elsewhere"), "is no folder"),
 }  # fmt: skip
 
@@ -312,6 +402,44 @@ def test_a_folder_that_contradicts_itself_is_refused(bad: str, source: Path) -> 
             convert(source, source.parent / "out", to="vllm")
         return
     assert_refused(source, words)
+
+
+LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "index elsewhere": (lambda m: m["index"].update(name="../../evil.safetensors.index.json"), "no file of the folder"),
+    "index over another": (lambda m: m["index"].update(name="config.json"), "no file of the folder"),
+    "index of nothing": (lambda m: m["index"].update(text="{}"), "weight_map"),
+    "file elsewhere": (lambda m: m["headers"].update({f"../{FIRST}": m["headers"].pop(FIRST)}), "no file of"),
+    "parent folder": (lambda m: m["headers"].update({"..": m["headers"].pop(FIRST)}), "no file of"),
+    "offsets": (lambda m: m["headers"].update({FIRST: _moved_by(m["headers"][FIRST], 99)}), "overlap, or bytes"),
+    "no header": (lambda m: m["headers"].update({FIRST: '{"a": 3}'}), "cannot be understood"),
+    "no plan": (lambda m: m.update(plan=[]), "no plan"),
+    "no origin": (lambda m: m.pop("from"), "it has no 'from'"),
+    "no side": (lambda m: m.update(back="no"), "'no' is no bool"),
+    "no checksums": (lambda m: m.pop("source"), "it has no 'source'"),
+}  # fmt: skip
+
+
+def _moved_by(header: str, count: int) -> str:
+    data = json.loads(header)
+    for name, facts in data.items():
+        if name != "__metadata__":
+            facts["data_offsets"] = [place + count for place in facts["data_offsets"]]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_manifest_of_unknown_origin_is_checked(lie: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    fused = tmp_path / "in" / "fused"
+    convert(source, fused, to="vllm")
+    data = json.loads((fused / MANIFEST).read_text())
+    spoil, words = LIES[lie]
+    spoil(data)
+    (fused / MANIFEST).write_text(json.dumps(data))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(WrongInput, match=f"{MANIFEST} is damaged: .*{words}"):
+        convert(fused, tmp_path / "in" / "back", original=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_is_at_the_place_of_the_result_is_never_touched(source: Path, tmp_path: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_folders import file_bytes, read_tensors
+from checkpoint_folders import file_bytes, llama_like, read_tensors, write_checkpoint
 from torch import nn
 
 import refold
 from refold.cli import main
-from refold.conversion import Plan, read_plan
+from refold.conversion import Plan, convert, read_plan
 from refold.conversion.checkpoint_folder import MANIFEST
 from refold.errors import CheckpointMismatch, WrongInput
 from refold.fingerprint import same_bits
@@ -80,6 +82,25 @@ def test_a_transformation_that_does_not_say_how_has_no_plan() -> None:
     Doubled()(gm)
     with pytest.raises(CheckpointMismatch, match="without saying how"):
         refold.plan(gm)
+
+
+def test_a_plan_of_another_model_is_refused_where_it_would_not_lead_back(tmp_path: Path) -> None:
+    gm = layers("meta")
+    refold.MergeLinears()(gm)
+    wider = {n: torch.zeros(*(2 * s for s in t.shape)) for n, t in layers("meta").state_dict().items()}
+    write_checkpoint(tmp_path / "wider", wider)
+    with pytest.raises(WrongInput, match=r"0\.q\.(weight|bias) F32.*its way back|split_with_sizes"):
+        convert(tmp_path / "wider", tmp_path / "out", plan=refold.plan(gm))
+    assert not (tmp_path / "out").exists()
+
+
+def test_trying_maps_loads_no_compiler(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "source", llama_like(layers=1))
+    code = (
+        "import sys; from refold.conversion import convert; "
+        "convert(sys.argv[1], sys.argv[2], to='vllm', verify=True); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, tmp_path / "source", tmp_path / "out"]).returncode == 0
 
 
 @pytest.mark.parametrize("data", [{}, {"format": "refold-plan", "version": 1}, {"format": "refold-plan", "version": 2}])

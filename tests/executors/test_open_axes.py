@@ -14,7 +14,7 @@ from refold.errors import PreparationFailed
 from refold.executors import Executor, executor_named
 from refold.executors.exported_engine import plan_for_engine
 from refold.executors.guards import Guarded
-from refold.executors.meaning import _where_it_holds
+from refold.executors.meaning import _where_it_holds, prepare_as_torch
 from refold.executors.open_axes import MOST, OpenAxes
 from refold.executors.requirements import index_guard, inputs_of
 from refold.executors.sized_cuda_graphs import SizedCudaGraphs
@@ -68,7 +68,7 @@ def test_sizes_that_capture_left_open(captured: Any) -> None:
     assert axes.hold(tensors) and not axes.hold([tensors[0], tensors[1][:1]]), "rows differ"
     assert not axes.up_to([2, 16]).hold(tensors)
     assert axes.sizes_of(axes.told_apart([tensor[:, :3] for tensor in tensors])) == [3, 4]
-    assert axes.from_two().least == [2, 2]
+    assert axes.from_size(2).least == [2, 2]
     with pytest.raises(PreparationFailed, match="left no size open"):
         OpenAxes.of(captured[0], (), inputs)
 
@@ -90,7 +90,7 @@ def test_a_table_of_positions_bounds_the_length(captured: Any) -> None:
     plan = plan_for_engine(captured[1], (), inputs, "an engine", axes=axes)
     program = at_sizes(plan.exported, axes.shapes(plan.tensors, [3, 16]))
     given = inputs_of(program, plan.tensors)
-    found = _where_it_holds(plan, axes, index_guard(program, given), given, {})
+    found = _where_it_holds(plan, axes, index_guard(program, given), given, {}, {})
     assert found.most == [MOST, PLACES]
 
 
@@ -130,6 +130,37 @@ def test_code_that_is_compiled_once_for_any_size(captured: Any) -> None:
     with torch.no_grad(), pytest.raises(inner.would_compile):  # code for one row would be other code
         inner.compute(list(one.values()))
     agree(model, inner, (1, 16))
+
+
+class Foreign(Executor):
+    """Another package's way for any size, which has to be probed; it says which sizes it computed."""
+
+    name, takes_any_size = "foreign", True
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Size] = []
+
+    def available(self, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.seen += [value.shape for value in kwargs.values()][:1]
+            return module(*args, **kwargs)
+
+        return run
+
+
+def test_another_packages_way_for_any_size_is_probed_once_and_guarded_at_all_sizes(captured: Any) -> None:
+    model, gm = captured
+    foreign = Foreign()
+    run = prepare_as_torch(foreign, gm, (), call(3, 16))
+    for sizes in ((3, 16), (5, 9), (1, 2)):
+        agree(model, run, sizes)
+        assert foreign.seen[-1] == sizes
+    with pytest.raises(IndexError):
+        run(**call(2, PLACES + 1))
+    assert foreign.seen[-1] != (2, PLACES + 1), "the module ran"
 
 
 class Counting(Executor):

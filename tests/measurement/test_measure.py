@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
@@ -288,3 +289,26 @@ def test_gpu_time_is_that_of_the_device_not_of_the_launch():
     big, small = torch.randn(4096, 4096, device="cuda"), torch.randn(64, 64, device="cuda")
     result = measure(lambda x: big @ big, lambda x: small @ small, small, repeats=12)
     assert result.device.startswith("cuda") and result.faster and result.a.peak_memory
+
+
+def test_no_garbage_is_collected_while_calls_are_timed_and_only_young_one_before() -> None:
+    collected: list[int] = []
+    seen: list[list[int]] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collected.append(info["generation"])
+
+    def heap_of_cycles() -> None:
+        for _ in range(2000):
+            cycle: list[object] = []
+            cycle.append(cycle)
+        seen.append(list(collected))
+
+    gc.callbacks.append(note)
+    try:
+        measure_many({"a": heap_of_cycles}, (), repeats=4)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(seen) > 4 and all(each == seen[0] for each in seen)
+    assert seen[0][-1] == 1 and gc.isenabled()

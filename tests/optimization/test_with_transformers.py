@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from word_tokenizer import WORDS, word_tokenizer
 
 import refold
 from refold.errors import FellBack
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-WORDS = (*SPECIAL, "the", "a", "cat", "dog", "sat", "is", "it", "good", ".", "paris", "in", "lives", "mary")
 TEXTS = ["the cat sat", "mary lives in paris . it is good .", "a dog"]
 LETTERS = ("<pad>", "<s>", "</s>", "<unk>", "|", "A", "B", "C")
 PLAIN: dict[str, Any] = {"backend": "plain", "effort": "quick", "progress": False}
@@ -34,15 +33,7 @@ TASKS: dict[str, tuple[str, list[str]]] = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """A vocabulary of some words, since nothing is downloaded."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    found = Tokenizer(models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    ends = [("[CLS]", 2), ("[SEP]", 3)]
-    found.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    names = {f"{name[1:-1].lower()}_token": name for name in SPECIAL}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=found, model_max_length=64, **names)
+    return word_tokenizer()
 
 
 @pytest.fixture

@@ -63,4 +63,4 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def file_bytes(folder: Path) -> dict[str, bytes]:
     """Every file in a folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.fx import GraphModule
+
+import refold
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -137,3 +141,10 @@ def make(name: str) -> Made:
     torch.manual_seed(0)
     model, args, kwargs = FAMILIES[name]()
     return model.eval(), args, kwargs
+
+
+@functools.cache
+def captured_of(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], GraphModule]:
+    """A family with its graph, captured once: tests only read them, or work on copies."""
+    model, args, kwargs = make(name)
+    return model, args, kwargs, refold.trace(model, *args, **kwargs)

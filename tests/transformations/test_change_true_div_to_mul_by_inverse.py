@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checking import reasons, rewritten, targets
 from torch import nn
 from torch.fx import symbolic_trace
@@ -147,7 +148,60 @@ JUMPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "bucketize": lambda x: torch.bucketize(x / 49, torch.arange(4.0)),
     "max with places": lambda x: (x / 49).max(dim=0)[1],
     "a module between": lambda x: torch.floor(torch.relu(x / 49)),
+    "in place": lambda x: (x / 49).floor_(),
+    "a division that rounds": lambda x: torch.div(x / 49, 1, rounding_mode="floor"),
+    "a cast by name": lambda x: (x / 49).type("torch.IntTensor"),
+    "the type of another": lambda x: (x / 49).type_as(torch.zeros(1, dtype=torch.int32)),
+    "copied into integers": lambda x: torch.zeros_like(x, dtype=torch.int64).copy_(x / 49),
+    "all": lambda x: (x / 49 - 1).all(),
+    "places of a pool": lambda x: F.max_pool1d((x / 49)[None], 2, return_indices=True)[1],
+    "the largest of a pool": lambda x: F.max_pool1d((x / 49)[None], 2).floor(),
+    "the nearest pixel": lambda x: F.grid_sample(
+        x.expand(1, 1, 5, 5), (x / 49)[None, None, :, None].expand(1, 1, 5, 2), "nearest", "zeros", False
+    ),
+    "a quantization": lambda x: torch.fake_quantize_per_tensor_affine(x / 49, 1.0, 0, 0, 255),
+    "unique": lambda x: torch.unique(x / 49),
+    "the end of a domain": lambda x: torch.acos(x / 49),
+    "a step": lambda x: F.threshold(x / 49, 1.0, -7.0),
 }
+
+
+class Steps(nn.Module):
+    """Code of an author, that may do anything with what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.floor()
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Threshold(1.0, 0.0)],
+        [nn.GELU(), nn.Hardshrink()],
+        [nn.MaxPool1d(2, return_indices=True)],
+        [nn.MaxPool1d(2), nn.Threshold(1.0, 0.0)],
+        [Steps()],
+    ],
+)
+def test_a_layer_that_jumps_is_given_its_quotient(layers: list[nn.Module]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = x / 49
+            for layer in self.layers:
+                y = layer(y)
+            return y
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, Steps) or super().is_leaf_module(m, module_qualified_name)
+
+    gm = torch.fx.GraphModule(model := Model(), Tracer().trace(model))
+    ChangeTrueDivToMulByInverse()(gm)
+    assert not refold.history(gm)
 
 
 @pytest.mark.parametrize("as_export", [False, True])

@@ -15,8 +15,9 @@ from torch.nn.utils import prune
 
 import refold
 from refold import MergeLinears
-from refold.examples import exported
-from refold.examples.attention_layers import Attention
+from refold.examples import exported, layers
+from refold.examples.attention_layers import Attention, attention
+from refold.testing import LAWS, check_law
 
 
 class Pair(nn.Module):
@@ -400,3 +401,49 @@ def test_slices_are_marked() -> None:
     t(gm)
     marked = [n.target for n in t.get_transformed_nodes(gm)]
     assert marked == ["first_second_merged", operator.getitem, operator.getitem]
+
+
+@pytest.mark.parametrize("law", ["L2", "L3", "L5", "L7", "L12", "L13"])
+@pytest.mark.parametrize("how", ["modules", "aten", "with and without a bias"])
+def test_blocks_for_ranks_keep_the_laws(how: str, law: str) -> None:
+    examples = {"modules": layers.gated, "aten": lambda: exported(layers.gated()), "with and without a bias": attention}
+    model, inputs = examples[how]()
+    check_law(LAWS[law], MergeLinears(shards=3), model, inputs)
+
+
+def test_columns_in_blocks() -> None:
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(4, 6))
+            self.bias, self.other = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([torch.addmm(self.bias, x, self.first), torch.addmm(self.other, x, self.second)], -1)
+
+    gm = rewritten(MergeLinears(shards=2), Columns(), torch.randn(3, 4), sites=1)
+    refold.undo(gm)
+
+
+def test_a_rank_gets_its_own_rows_of_every_layer() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 8)
+    gm = MergeLinears(shards=2)(symbolic_trace(Pair(first, second)))
+    whole = gm.first_second_merged
+    for rank in range(2):
+        rows = slice(rank * 2, rank * 2 + 2), slice(rank * 4, rank * 4 + 4)
+        for name in ("weight", "bias"):
+            own = [getattr(layer, name)[part] for layer, part in zip((first, second), rows, strict=True)]
+            assert torch.equal(getattr(whole, name)[rank * 6 : rank * 6 + 6], torch.cat(own))
+
+
+def test_rows_that_cannot_be_divided_and_bad_settings() -> None:
+    model, inputs = layers.gated()
+    assert "its 9 outputs cannot be divided evenly among 2 ranks" in reasons(MergeLinears(shards=2), model, *inputs)
+    for shards in (0, -1, 2.0, True, "2"):
+        with pytest.raises(ValueError, match="shards must be a number of ranks"):
+            MergeLinears(shards=shards)  # type: ignore[arg-type]
+
+
+def test_a_setting_that_came_later_changes_no_signature() -> None:
+    assert repr(MergeLinears(shards=1)) == "MergeLinears()"
+    assert MergeLinears(shards=1).signature == MergeLinears().signature != MergeLinears(shards=2).signature

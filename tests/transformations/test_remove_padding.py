@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 import refold
 from refold import RemovePadding
+from refold.patterns.packing import token_operators
 
 WORDS, WIDTH, ROWS = 32, 8, 4
 F64 = torch.float64
@@ -284,6 +285,24 @@ def test_without_open_sizes_nothing_is_packed() -> None:
     gm = refold.trace(Model().eval(), ids=torch.randint(0, WORDS, (ROWS, 9)), mask=padded("right", 9), dynamic=False)
     RemovePadding()(gm)
     assert not plans(gm)
+
+
+def test_exporting_to_onnx_is_refused_with_the_way_out() -> None:
+    pytest.importorskip("onnxscript", reason="torch.onnx needs onnxscript")
+    model = Model(by_keys).eval()
+    gm = trace(model)
+    RemovePadding()(gm)
+    example = (torch.randint(0, WORDS, (ROWS, 9)), padded("right", 9))
+    with pytest.raises(torch.onnx.OnnxExporterError, match=r"to ONNX.*take RemovePadding back first"):
+        torch.onnx.export(gm, example, dynamo=True, verbose=False)
+    assert is_packed(gm, example[1])
+
+
+def test_ahead_of_time_code_gives_none_for_lists_without_tensors() -> None:
+    mask = padded("right", 9)
+    for nothing in ([], None):
+        found = token_operators._token_plan(mask, ROWS, 9, "any", 0.9, nothing, nothing)
+        assert torch.equal(found, mask.flatten().nonzero().squeeze(1))
 
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}

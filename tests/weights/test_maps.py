@@ -19,6 +19,7 @@ from refold.weights import (
     AddLowRank,
     AppendColumn,
     Concatenate,
+    ConcatenateBlocks,
     Fill,
     FoldBatchNormInLayer,
     Operation,
@@ -76,6 +77,7 @@ W = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 OPERATIONS: list[tuple[Operation, dict[str, torch.Tensor]]] = [
     (Concatenate((2, 4)), {"0": W[:2], "1": W[2:]}),
     (Concatenate((1, 3), 1), {"0": W[:, :1], "1": W[:, 1:]}),
+    (ConcatenateBlocks((2, 4), 0, 2), {"0": W[:2], "1": W[2:]}),
     (AppendColumn(), {"weight": W, "bias": W[:, 0]}),
     (Slice((2, 4)), {"whole": W}),
     (Transpose(), {"weight": W}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 from typing import Any
 
@@ -13,16 +12,9 @@ transformers = pytest.importorskip("transformers")
 
 import torch  # noqa: E402
 from torch import fx, nn  # noqa: E402
-from zoo_families import FAMILIES, make  # noqa: E402
+from zoo_families import FAMILIES, captured_of, make  # noqa: E402
 
-from refold.capture.tracing import capture_report, trace  # noqa: E402
-
-
-@functools.cache
-def captured_of(name: str) -> tuple[nn.Module, tuple, dict, fx.GraphModule]:
-    """Each family is captured once; the tests only read."""
-    model, args, kwargs = make(name)
-    return model, args, kwargs, trace(model, *args, **kwargs)
+from refold.capture.tracing import capture_report  # noqa: E402
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.fx import GraphModule  # noqa: E402
-from zoo_families import FAMILIES, make  # noqa: E402
+from zoo_families import FAMILIES, captured_of, make  # noqa: E402
 
 import refold  # noqa: E402
 from refold.nested import OUTPUT, flatten  # noqa: E402
@@ -37,10 +37,10 @@ def assert_same_calls(loaded: GraphModule, saved: GraphModule, model: nn.Module,
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_loaded_family_is_called_as_the_model_is(name: str, tmp_path: Path) -> None:
-    model, args, kwargs = make(name)
+    model, args, kwargs, captured = captured_of(name)
     other = copy.deepcopy(model)
     with torch.no_grad():
-        saved = refold.compose(refold.MergeLinears(), refold.FuseBiasInLinear())(refold.trace(model, *args, **kwargs))
+        saved = refold.compose(refold.MergeLinears(), refold.FuseBiasInLinear())(copy.deepcopy(captured))
         refold.save(saved, tmp_path / "saved")
         assert_same_calls(refold.load(tmp_path / "saved", other), saved, model, args, kwargs)
 

@@ -17,6 +17,7 @@ from refold.capture.export_program import (
     Exported,
     export,
     given_shapes,
+    is_image,
     open_shapes,
     skip_no_op_casts,
     without_fast_path,
@@ -35,6 +36,7 @@ from refold.capture.summary import CaptureReport
 from refold.errors import CaptureError, CaptureMismatch, NeverCapturable
 
 _FIXED, _GIVEN = "fixed sizes", "the given dynamic shapes"
+_OF_IMAGES = "all sizes open, those of images as well"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,9 @@ class ExportCapture:
         leaves = self.leaves
         if dynamic is False:
             yield _Plan(_FIXED, None, leaves)
-        elif dynamic in ("auto", True):
+        elif dynamic in ("auto", "all", True):
+            if dynamic == "all" and any(map(is_image, leaves)):
+                yield _Plan(_OF_IMAGES, open_shapes(leaves, images=True), leaves)
             yield _Plan("all sizes open", open_shapes(leaves), leaves)
             # some models take a batch of one for a constant
             if not self.strategy.fixes_values and any(leaf.dim() and leaf.shape[0] == 1 for leaf in leaves):
@@ -121,7 +125,8 @@ class ExportCapture:
             yield _Plan(_GIVEN, given_shapes(self.call, dynamic), leaves)
         else:
             raise CaptureError(
-                f"dynamic={dynamic!r} is not known: use 'auto', False, or torch.export's dynamic shapes as a dict."
+                f"dynamic={dynamic!r} is not known: use 'auto', 'all', False, or torch.export's dynamic shapes as a "
+                f"dict."
             )
 
     def _attempt(self, plan: _Plan) -> Captured | None:
@@ -165,8 +170,10 @@ class ExportCapture:
         """Why sizes that this attempt did not leave open are fixed."""
         if plan.name == _GIVEN:
             return "the given dynamic shapes fix it"
+        if plan.name == _OF_IMAGES:
+            return "the model fixes it"
         if plan.shapes == open_shapes(plan.example):
-            return "heights and widths of images are open where refold.trace's dynamic shapes say so"
+            return "heights and widths of images are open where dynamic='all' or dynamic shapes say so"
         return f"with more sizes left open, {self.failures[-1]}" if self.failures else "dynamic=False fixes all sizes"
 
     def _export(self, plan: _Plan) -> tuple[Exported, KnownValues | None]:

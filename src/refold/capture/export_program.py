@@ -89,16 +89,22 @@ def size_one_stays_open() -> AbstractContextManager[Any]:
     return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
-def open_shapes(leaves: Sequence[torch.Tensor], batch_only: bool = False) -> tuple[Any, ...] | None:
+def is_image(leaf: torch.Tensor) -> bool:
+    """Whether an input may be images or videos: numbers in four dimensions or more."""
+    return leaf.is_floating_point() and leaf.dim() >= 4
+
+
+def open_shapes(
+    leaves: Sequence[torch.Tensor], batch_only: bool = False, images: bool = False
+) -> tuple[Any, ...] | None:
     """One shape per tensor with all dimensions, or only the first, left open.
 
-    Images and videos (floating, four dimensions or more) keep their height and width: most models fix them, and an
-    export with open ones takes several times as long. Explicit dynamic shapes open them.
+    Images keep their height and width unless `images` opens them: most models fix them, and an export with open ones
+    takes several times as long.
     """
 
     def open_dims(leaf: torch.Tensor) -> range:
-        is_image = leaf.is_floating_point() and leaf.dim() >= 4
-        return range(leaf.dim())[: 1 if batch_only or is_image else None]
+        return range(leaf.dim())[: 1 if batch_only or (is_image(leaf) and not images) else None]
 
     return tuple(dict.fromkeys(open_dims(leaf), torch.export.Dim.AUTO) for leaf in leaves) or None
 

@@ -22,6 +22,7 @@ from refold.capture.python_operators import use_python_operators
 from refold.capture.strategies import capture_model
 from refold.capture.summary import CaptureReport
 from refold.errors import CaptureError, InputMismatch
+from refold.record.sharded_modules import check_whole
 
 
 def trace(
@@ -40,8 +41,9 @@ def trace(
     modules and parameters are the model's own objects under their own names. It was compared with the model bit for
     bit on the example and, where sizes are left open, on other sizes; `capture_report` says what was found.
 
-    ``dynamic``: ``"auto"`` leaves batch, sequence and other sizes open where the model allows; ``False`` fixes all;
-    torch.export's dynamic shapes (a dict by argument name) say it in detail.
+    ``dynamic``: ``"auto"`` leaves batch, sequence and other sizes open where the model allows; ``"all"`` heights and
+    widths of images as well, which takes longer; ``False`` fixes all; torch.export's dynamic shapes (a dict by argument
+    name) say it in detail.
     ``on_failure``: ``"partial"`` gives, where the whole cannot be captured, a copy of the model's structure with its
     largest parts captured (see `captured_parts`); ``"raise"`` an error that names the line, the reason and what to try.
     ``submodule``: capture only this part, on what the model gives it when it runs on the inputs.
@@ -82,6 +84,13 @@ def _check_settings(model: nn.Module, on_failure: str, submodule: str | None, wh
             f"{type(model).__name__} is a TorchScript module, which holds its own graph and no Python to follow: give "
             "refold.trace the model it was made from."
         )
+    check_whole(
+        model,
+        "torch captures no model with sharded weights",
+        "Capture it before that, on the CPU or under torch.device('meta'), rewrite the graph, and give the graph to "
+        "fully_shard or parallelize_module.",
+        CaptureError,
+    )
 
 
 def _trace_whole(
@@ -92,8 +101,8 @@ def _trace_whole(
     if whole_result and record.report.left_out:
         what = ", ".join(record.report.left_out)
         raise CaptureError(f"The result of {type(model).__name__} holds what no graph can make: {what}.")
-    if dynamic is False:
-        record.report.asked["dynamic"] = False
+    if dynamic is False or dynamic == "all":
+        record.report.asked["dynamic"] = dynamic
     if whole_result:
         record.report.asked["whole_result"] = True
     return captured
@@ -105,13 +114,14 @@ def symbolic_trace(
     """Capture a model by the names of its inputs; examples are made from its configuration and signature.
 
     This is the call that users of the tracer removed from transformers know, and it gives what they know: Python
-    operators, torch functions and methods instead of ATen calls, wherever they mean exactly the same.
+    operators, torch functions and methods instead of ATen calls, wherever they mean exactly the same, and all sizes
+    that the model leaves open, those of images included.
     ``disable_check`` is accepted and has no meaning here: there is no list of supported models, and every captured
     graph is compared with its model. A name for which no example can be made raises `NeedsInputs`: give real inputs to
     `trace` then.
     """
     inputs: dict[str, Any] = dict(make_inputs(model, input_names))
-    return trace(model, operators="python", **inputs)
+    return trace(model, operators="python", dynamic="all", **inputs)
 
 
 def capture_report(module: nn.Module) -> CaptureReport:

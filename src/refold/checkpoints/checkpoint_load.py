@@ -13,11 +13,14 @@ from torch.fx import GraphModule
 from refold.checkpoints.original_state import OriginalModules, rename_retained, take, to_original, unread_tensors
 from refold.checkpoints.repetition import repeat_with
 from refold.errors import CheckpointMismatch, RefoldError
+from refold.fingerprint import is_sharded
 from refold.fx_private import named_tensors
 from refold.record.change import Change
+from refold.record.sharded_modules import show_shards
 from refold.record.stack import History, attach, check_graph_module, history
 from refold.weights import Tensors
 from refold.weights.maps import MapRecord, remember
+from refold.weights.sharded import lay_out, layout_of, local_parts, plan_forward
 
 
 def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -28,7 +31,8 @@ def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any], str
     gives the loaded checkpoint back bit for bit. Beside the checkpoint, memory holds the folded layers once more. Where
     a rewrite made tensors without a weight map, all rewrites are done again on a copy that has the checkpoint.
     """
-    unread = unread_tensors(check_graph_module(gm))
+    show_shards(check_graph_module(gm))
+    unread = unread_tensors(gm)
     given = {name: state_dict[name] for name in unread if name in state_dict}
     if not given:
         return _load_own(gm, state_dict, strict)
@@ -158,7 +162,7 @@ def _pass_through(plan: _Plan, record: MapRecord, current: Tensors, last: bool) 
         return record
     device = next((t.device for t in targets.values()), next((t.device for t in old.values()), None))
     old = {role: value.to(device) for role, value in old.items()}
-    new = {role: value.contiguous() for role, value in record.map.operation.forward(old).items()}
+    new = {role: value.contiguous() for role, value in record.forward(old).items()}
     if not new:
         return record  # a constant: no checkpoint says anything about it
     if last:
@@ -171,7 +175,7 @@ def _pass_through(plan: _Plan, record: MapRecord, current: Tensors, last: bool) 
 
 def _views(record: MapRecord, targets: Tensors) -> Tensors | None:
     """The places of a structural map's sources inside its targets' memory, if they fill it."""
-    if not record.map.operation.structural or not record.map.sources:
+    if not record.map.operation.structural or not record.map.sources or any(map(is_sharded, targets.values())):
         return None
     views = record.map.operation.inverse(targets, {})
     size = sum(t.numel() for t in targets.values())
@@ -182,7 +186,10 @@ def _views(record: MapRecord, targets: Tensors) -> Tensors | None:
 
 def _renewed(record: MapRecord, old: Tensors, new: Tensors) -> MapRecord:
     specs = {role: replace(spec, dtype=old[role].dtype) for role, spec in record.specs.items()}
-    fresh = MapRecord(record.map, specs, {role: tensor.dtype for role, tensor in new.items()})
+    sharding = record.sharding or plan_forward(record.map.operation, old)
+    fresh = MapRecord(record.map, specs, {role: t.dtype for role, t in new.items()}, sharding=sharding)
+    if sharding is not None:
+        old, new = local_parts(sharding.sources, old), local_parts(sharding.targets, new)
     remember(fresh, old, new, "original" if record.originals else "correction")
     fresh.originals = {role: tensor.clone() for role, tensor in fresh.originals.items()}
     return fresh
@@ -198,7 +205,7 @@ def _carry_out(plan: _Plan, finish: Callable[[], Any]) -> None:
         try:
             with torch.no_grad():
                 for target, value in plan.writes:
-                    target.copy_(value)
+                    target.copy_(lay_out(value, layout_of(target)))
             finish()
             break
         except KeyboardInterrupt as stop:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from refold.errors import OptimizerMismatch
 from refold.fx_private import named_tensors
 from refold.record.change import Change
+from refold.record.sharded_modules import show_shards
 from refold.record.snapshot import Snapshot
 from refold.record.stack import check_graph_module, history
 from refold.weights import Tensors
@@ -65,6 +66,7 @@ class Carrier:
 
     def __init__(self, optimizer: Optimizer, gm: GraphModule) -> None:
         self.optimizer, self.gm = optimizer, check_graph_module(gm)
+        show_shards(gm)
         self.names, self.past = named_tensors(gm), history(gm).changes
 
     def to(self, after: GraphModule) -> None:
@@ -162,7 +164,8 @@ def _go_forward(optimizer: Optimizer, record: MapRecord, entries: Entries, after
         return
     _check_elementwise(optimizer, record, given)
     successors = record.map.successors()
-    values = {role: record.kept.get(role, spec.original.get()) for role, spec in record.specs.items()}
+    kept = record.kept_tensors()
+    values = {role: kept.get(role, spec.original.get()) for role, spec in record.specs.items()}
     inherits = {role: {r: given[r] for r in successors.get(role, ()) if r in given} for role in record.map.targets}
     needed = {role for role, ancestors in inherits.items() if ancestors}
     moved = _moved(optimizer, record, given, values, needed, forward=True) if needed else {}
@@ -187,7 +190,7 @@ def _go_back(
     parked: Entries = {}
     for name in targets.values():
         parked |= _parked.get(before[name], {}) if name in before else {}
-    values = record.kept | {role: after[name].detach() for role, name in sources.items() if name in after}
+    values = record.kept_tensors() | {role: after[name].detach() for role, name in sources.items() if name in after}
     successors = record.map.successors().items()
     successor_of = {source: target for target, group in successors for source in group if target in given}
     needed = set(successor_of) - set(parked)
@@ -218,7 +221,7 @@ def _moved(
         if operation.structural and set(tensors) != set(here):
             raise _refusal(record, f"the optimizer has the state {key!r} of only some of the parameters")
         power = 1 if operation.structural else _power(optimizer, key, record)
-        move = operation.gradient_forward if forward else operation.gradient_inverse
+        move = record.gradient_forward if forward else record.gradient_inverse
         by_key[key] = move(tensors, values, power)
         if not needed <= set(by_key[key]):
             raise _refusal(record, f"the state {key!r} there is not determined by what is known here")

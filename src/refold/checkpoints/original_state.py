@@ -24,6 +24,7 @@ from refold.fx_private import named_tensors, tensor_places
 from refold.record.change import Change
 from refold.record.copies import converted_tensors, on_meta
 from refold.record.reversal import put_modules_back, recover_tensors
+from refold.record.sharded_modules import is_fully_sharded, show_shards
 from refold.record.stack import check_graph_module, history
 from refold.record.stored_modules import StoredModule
 from refold.weights import NoInverse, Tensors
@@ -33,7 +34,9 @@ from refold.weights.maps import Handle, MapRecord
 def original_state_dict(gm: GraphModule) -> dict[str, Any]:
     """The state dict of the original, from the folded module: its names, order and values. Weights that were changed
     while folded are carried back as `undo` does; what no rewrite touched is shared with the module, as in torch.
-    Parameters that a captured graph never reads (`refold.unread_parameters`) come last."""
+    Parameters that a captured graph never reads (`refold.unread_parameters`) come last. Of sharded weights (DTensors)
+    it holds DTensors, and all ranks call it."""
+    show_shards(check_graph_module(gm))
     found = _own_state_dict(gm)
     for name, tensor in unread_tensors(gm).items():
         found.setdefault(name, tensor.detach())
@@ -79,7 +82,7 @@ def to_folded(gm: GraphModule, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     for change in history(gm).changes:
         for record in change.maps:
             old = {role: take(state, name) for role, name in record.map.sources.items()}
-            new = record.map.operation.forward(old)
+            new = record.forward(old)
             state |= {record.map.targets[role]: value for role, value in new.items()}
         rename_retained(state, change)
     return state
@@ -175,6 +178,8 @@ def _original_modules(gm: GraphModule) -> nn.Module:
         assert past.initial_order is not None
         stored = {place: replace(table, before=_on_meta(table.before, memo)) for place, table in change.tables.items()}
         put_modules_back(root, replace(change, tables=stored), recover_tensors(root, change), past.initial_order)
+    for module in root.modules():
+        fx_private.forget_fsdp_hooks(module)
     return root
 
 
@@ -189,12 +194,18 @@ def _on_meta(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     if id(value) not in memo:
         tables = {name: _on_meta(fx_private.table(value, name), memo) for name in fx_private.TABLES}
-        memo[id(value)] = fx_private.module_like(type(value), vars(value), tables)
+        memo[id(value)] = fx_private.module_like(_own_class(value), vars(value), tables)
     return memo[id(value)]
 
 
 def _loads_plainly(module: nn.Module) -> bool:
     """Whether loading a checkpoint runs no code of the module's own, which might write into what copies share."""
+    if is_fully_sharded(module):
+        return True  # its hooks only let modules hold their shards, as they do already
     if isinstance(module, torch.jit.ScriptModule) or fx_private.has_hooks(module):
         return False
     return not fx_private.loads_by_itself(module) or type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    return fx_private.class_before_fsdp(module) if is_fully_sharded(module) else type(module)

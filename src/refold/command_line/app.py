@@ -85,6 +85,7 @@ def optimize(
     backend: options.Backend = "auto",
     effort: options.Effort = "default",
     time_budget: options.TimeBudget = None,
+    max_memory: options.MaxMemory = None,
     inputs: options.InputsFrom = None,
     batch: options.Batch = None,
     sequence_length: options.SequenceLength = None,
@@ -100,9 +101,8 @@ def optimize(
     from refold.command_line.optimize_command import optimize_model
 
     request = Request(model, inputs, Sizes(batch, sequence_length, image_size), device, dtype, threads)
-    how = OptimizeOptions(
-        out, overwrite, level, pipeline, backend, effort, math.inf if time_budget == 0 else time_budget
-    )
+    seconds = math.inf if time_budget == 0 else time_budget
+    how = OptimizeOptions(out, overwrite, level, pipeline, backend, effort, seconds, max_memory)
     return run(optimize_model, request, how, as_json=json, quiet=quiet, debug=debug)
 
 
@@ -298,7 +298,7 @@ def convert(
     ] = None,
     original: options.Original = False,
     verify: options.Verify = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Files that are written at once (4, or fewer cores).")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Files that are worked on at once.")] = 4,
     everything: options.All = False,
     json: options.AsJson = False,
     debug: options.Debug = False,

@@ -39,7 +39,7 @@ def _list(console: Console, cache: CacheFolder) -> None:
     shown = [(r["model"], r["runs"], r["rewrites"], r["left open"], r["used"], _mb(r["bytes"])) for r in rows]
     columns = ("model", "runs by", "rewrites", "left open", "last used", "MB")
     sentence = f"{counted(len(rows), 'decision')}, {_mb(total)} MB in {cache.path}"
-    parts = [table("decisions, the most recently used first", columns, shown), ""] if rows else []
+    parts: list[Any] = [table("decisions, the most recently used first", columns, shown), ""] if rows else []
     console.show({"folder": str(cache.path), "entries": rows}, *parts, f"{sentence}; refold cache --clear deletes all.")
 
 
@@ -50,7 +50,7 @@ def _mb(size: int) -> str:
 def _row(cache: CacheFolder, entry: Entry) -> dict[str, Any]:
     """An entry as plain data."""
     used = datetime.datetime.fromtimestamp(entry.used).isoformat(" ", "minutes")
-    row = {"key": entry.key, "model": "damaged: ignored", "runs": "", "rewrites": "", "left open": ""}
+    row: dict[str, Any] = {"key": entry.key, "model": "damaged: ignored", "runs": "", "rewrites": "", "left open": ""}
     row |= {"used": used, "bytes": entry.size}
     try:
         decision = Decision.from_text(entry.text.read_bytes())

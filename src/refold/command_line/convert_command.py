@@ -29,7 +29,7 @@ class ConvertOptions:
     pipeline: Path | None
     original: bool
     verify: bool
-    jobs: int | None
+    jobs: int
 
 
 def convert_folder(console: Console, source: Path, out: Path, how: ConvertOptions, everything: bool) -> None:

@@ -12,11 +12,12 @@ from refold.command_line.execution import ExitCode
 from refold.command_line.loaded_model import LoadedModel, chosen_device, chosen_pipeline, prepare
 from refold.command_line.options import OptimizeOptions, Request
 from refold.command_line.saved_folder import About, check_place, fingerprints, write_folder
-from refold.errors import SaveError, WrongInput
+from refold.errors import RefoldError, SaveError, WrongInput
 from refold.executors import executor_named
 from refold.executors.catalogue import why_unavailable
 from refold.extension.pipeline_files import pipeline_to_text
 from refold.optimization.job_stages import optimize
+from refold.optimization.memory import as_bytes
 from refold.optimization.optimized_module import OptimizedModule
 from refold.optimization.progress import Progress
 from refold.report.data import RewriteCard
@@ -32,6 +33,7 @@ def optimize_model(console: Console, request: Request, options: OptimizeOptions)
     steps = chosen_pipeline(options.level, options.pipeline, device=request.device, effort=options.effort)
     texts = {PIPELINE: pipeline_to_text(steps)}
     _check_backend(options.backend, chosen_device(request.device))
+    _check_memory(options.max_memory)
     start = time.monotonic()
     with progress(console) as show:
         show(f"loading {request.model}", 0.0)
@@ -71,6 +73,13 @@ def _check_backend(name: str, device: torch.device) -> None:
         raise WrongInput(f"--backend {name} cannot be used here: {reason}.")
 
 
+def _check_memory(given: str | None) -> None:
+    try:
+        as_bytes(given)
+    except RefoldError as error:
+        raise WrongInput(f"--max-memory {given} is no size: {error}") from None
+
+
 def _optimized(
     loaded: LoadedModel, steps: tuple[Transformation, ...], options: OptimizeOptions, show: Progress
 ) -> OptimizedModule:
@@ -82,6 +91,7 @@ def _optimized(
         backend=options.backend,
         effort=options.effort,
         time_budget=options.time_budget,
+        max_memory=options.max_memory,
         progress=show,
     )
 
@@ -101,7 +111,12 @@ def _plain(report: Report) -> dict[str, Any]:
         "nodes": {"before": len(report.graph_before), "after": len(report.graph_after)},
         "steps": [_plain_step(step) for step in report.steps],
         "timings": [{"name": t.name, "median_s": t.median, "low_s": t.low, "high_s": t.high} for t in report.timings],
-        "executors": [{"name": e.name, "choice": e.choice, "why": e.why} for e in report.executors],
+        "executors": [
+            {"name": e.name, "choice": e.choice, "why": e.why, "holds": e.resident, "needs": e.peak}
+            for e in report.executors
+        ],
+        "left_out": [{"unit": w.unit, "before": w.before, "after": w.after} for w in report.left_out],
+        "headroom": None if report.headroom is None else report.headroom.sentence,
         "notes": list(report.notes),
     }
 

@@ -73,6 +73,10 @@ TimeBudget = Annotated[
     float | None,
     typer.Option(metavar="SECONDS", min=0, help="Begin nothing that does not fit this time; 0 is no limit."),
 ]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Choose no way that holds and needs more than that beside the model: 2GB."),
+]
 Overwrite = Annotated[bool, _switch("--overwrite", "Replace what Refold wrote into DIR before.")]
 
 Original = Annotated[bool, _switch("--original", "Back to the files that SRC was converted from.")]
@@ -122,6 +126,7 @@ class OptimizeOptions:
     backend: str
     effort: str
     time_budget: float | None
+    max_memory: str | None
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from refold.conversion.checkpoint_folder import BITS, Extent, Kind
+from refold.conversion.shape_trial import DoesNotFit, tried
 from refold.conversion.tensor_plan import Group
 from refold.errors import WrongInput
-from refold.weights import Concatenate, Operation, Pad, Rename, Reshape, Slice, Tensors
+from refold.weights import Concatenate, Operation, Pad, Rename, Reshape, Slice
 from refold.weights.maps import WeightMap
 from refold.wording import one_line
 
@@ -29,8 +30,6 @@ class Placed:
 def integer_dtype(kind: Kind) -> torch.dtype:
     """The integers as wide as a tensor's elements: maps that only move numbers need not know what they mean, and so no
     NaN and no number format of tomorrow loses a bit."""
-    if BITS[kind.dtype] not in _INTEGERS:
-        raise WrongInput(f"tensors of {kind.dtype} can only be moved as they are.")
     return _INTEGERS[BITS[kind.dtype]]
 
 
@@ -41,6 +40,12 @@ def trace_group(group: Group, known: Mapping[str, Placed], *, back: bool) -> dic
     if missing is not None:
         raise WrongInput(f"{missing} is missing: {group.maps[-1]} needs it.")
     state = {name: known[name] for name in taken}
+    packed = next((name for name, placed in state.items() if BITS[placed.kind.dtype] not in _INTEGERS), None)
+    if packed is not None:
+        raise WrongInput(
+            f"{packed} is {state[packed].kind.dtype}, several elements to a byte: such a tensor can only stay "
+            f"as it is, so leave it out of the rows."
+        )
     for weight_map in reversed(group.maps) if back else group.maps:
         _trace(state, weight_map, back)
     return state
@@ -62,8 +67,8 @@ def _kinds(weight_map: WeightMap, given: Mapping[str, Placed], back: bool) -> di
     dtype = next((placed.kind.dtype for placed in given.values()), "F32")
     meta = {r: torch.empty(p.kind.shape, dtype=integer_dtype(p.kind), device="meta") for r, p in given.items()}
     try:
-        found: Tensors = weight_map.operation.inverse(meta, {}) if back else weight_map.operation.forward(meta)
-    except (RuntimeError, IndexError, KeyError) as error:
+        found = tried(weight_map.operation, meta, back=back)
+    except DoesNotFit as error:
         shapes = ", ".join(f"{name} {given[role].kind}" for role, name in _names(weight_map, back).items())
         raise WrongInput(f"{weight_map.operation} does not fit {shapes}: {one_line(error, 200)}.") from None
     return {role: Kind(dtype, tuple(tensor.shape)) for role, tensor in found.items()}

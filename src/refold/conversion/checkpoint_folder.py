@@ -18,7 +18,9 @@ BITS |= {"U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8
 BITS |= {"C64": 64, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
 SUFFIX = ".safetensors"
 MANIFEST = "refold-conversion.json"
-_INDEX = ".safetensors.index.json"
+PIECES = "DCP_SHARDING_INFO"
+"""Metadata in which torch.distributed.checkpoint says of every tensor of a file where in the whole one it lies."""
+INDEX = ".safetensors.index.json"
 _LONGEST_HEADER = 100_000_000
 _NUMBERED = re.compile(r"(.*?)-?(\d+)-of-(\d+)\.safetensors")
 _OTHER_WEIGHTS = (SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -91,12 +93,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     entries = sorted(os.listdir(folder))
     plain = [name for name in entries if (folder / name).is_file()]
     shards = [name for name in plain if name.endswith(SUFFIX)]
-    index = _read_index(folder, [name for name in plain if name.endswith(_INDEX)])
+    index = _read_index(folder, [name for name in plain if name.endswith(INDEX)])
     named = sorted(set(index[2].values())) if index else shards
     if not named:
         raise WrongInput(f"{folder} holds no safetensors files.")
+    dead = next((name for name in entries if name.endswith(SUFFIX) and not (folder / name).exists()), None)
     if index:
         _check_listed(folder, index[0], named, shards)
+    elif dead is not None:
+        raise WrongInput(f"{folder / dead} is a link that leads nowhere.")
+    _check_numbers(folder, named, f"{index[0]} names no tensor of it" if index else "it is not there")
     files = {name: read_header(folder / name) for name in named}
     _check_unique(files.values())
     if index:
@@ -168,11 +174,16 @@ def _check_listed(folder: Path, index: str, named: list[str], shards: list[str])
         match = _NUMBERED.fullmatch(name)
         if match and (match[1], match[3]) in families and name not in named:
             raise WrongInput(f"{folder / name} belongs to the others, but {index} names no tensor of it.")
+
+
+def _check_numbers(folder: Path, named: list[str], why: str) -> None:
+    """Files that count themselves, 1 of 3, must all be there."""
+    families = {(m[1], m[3]) for m in map(_NUMBERED.fullmatch, named) if m}
     for prefix, total in sorted(families):
         have = {int(m[2]) for m in map(_NUMBERED.fullmatch, named) if m and (m[1], m[3]) == (prefix, total)}
         gap = next((n for n in range(1, int(total) + 1) if n not in have), None)
         if gap is not None and 0 not in have and len(have) < int(total):
-            raise WrongInput(f"{folder} lacks file {gap} of {int(total)}: {index} names no tensor of it.")
+            raise WrongInput(f"{folder} lacks file {gap} of {int(total)} of {prefix or 'its weights'}: {why}.")
 
 
 def _check_index(index: str, placed: Mapping[str, str], files: Mapping[str, ShardFile]) -> None:
@@ -189,6 +200,11 @@ def _check_unique(files: Iterable[ShardFile]) -> None:
     places: dict[str, str] = {}
     for file in files:
         for name in file.tensors:
+            if name in places and PIECES in (file.metadata or {}):
+                raise WrongInput(
+                    f"{file.name} holds a piece of {name}, as does {places[name]}: torch.distributed.checkpoint wrote "
+                    f"them so. Join them first, by its consolidate_safetensors_files."
+                )
             if name in places:
                 raise WrongInput(f"{name} is in {places[name]} and again in {file.name}: one name, two tensors.")
             places[name] = file.name
@@ -210,36 +226,54 @@ def read_header(path: Path) -> ShardFile:
         raise WrongInput(f"{path} is no safetensors file: its header is no text.") from None
     except OSError as error:
         raise WrongInput(f"{path} cannot be read: {error.strerror or error}.") from None
-    data = parse_object(header, str(path))
+    metadata, tensors = parse_header(header, str(path), path.name)
+    needed = max((extent.start + extent.size for _, extent in tensors.values()), default=8 + length)
+    if needed > facts.st_size:
+        raise WrongInput(f"{path} is truncated: it has {facts.st_size:,} bytes and its tensors need {needed:,}.")
+    if needed < facts.st_size:
+        raise WrongInput(f"{path} is damaged: it has {facts.st_size - needed:,} bytes behind its last tensor.")
+    return ShardFile(path.name, facts.st_size, facts.st_mtime_ns, header, metadata, tensors)
+
+
+def parse_header(header: str, where: str, file: str) -> tuple[dict[str, str] | None, dict[str, tuple[Kind, Extent]]]:
+    """The metadata and the tensors of the header of a file, in the order of their bytes, which follow one another
+    without a gap; `where` says in errors where the header comes from."""
+    data = parse_object(header, where)
     metadata = data.pop("__metadata__", None)
-    tensors = {name: _entry(path, name, facts, 8 + length) for name, facts in data.items()}
-    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1][1].start, item[1][1].size)))
-    _check_extents(path, [extent for _, extent in ordered.values()], 8 + length, facts.st_size)
-    return ShardFile(path.name, facts.st_size, facts.st_mtime_ns, header, metadata, ordered)
+    if metadata is not None and not _is_text_table(metadata):
+        raise WrongInput(f"{where} is damaged: its metadata must give texts to names.")
+    base = place = 8 + len(header.encode())
+    found = {name: _entry(where, name, facts, base, file) for name, facts in data.items()}
+    tensors = dict(sorted(found.items(), key=lambda item: (item[1][1].start, item[1][1].size)))
+    for _, extent in tensors.values():
+        if extent.start != place:
+            raise WrongInput(f"{where} is damaged: its tensors overlap, or bytes between them belong to none.")
+        place += extent.size
+    return metadata, tensors
 
 
-def _entry(path: Path, name: str, facts: Any, base: int) -> tuple[Kind, Extent]:
+def _is_text_table(data: Any) -> bool:
+    return isinstance(data, dict) and all(isinstance(text, str) and _is_text(key + text) for key, text in data.items())
+
+
+def _is_text(text: str) -> bool:
+    """Whether a text can be written; JSON may name halves of characters, which cannot."""
+    return text.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in text)
+
+
+def _entry(where: str, name: str, facts: Any, base: int, file: str) -> tuple[Kind, Extent]:
     match facts:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if (
-            dtype in BITS and 0 <= start <= stop and all(type(size) is int and size >= 0 for size in shape)
+            dtype in BITS
+            and 0 <= start <= stop
+            and all(type(size) is int and size >= 0 for size in shape)
+            and _is_text(name)
         ):
             kind = Kind(dtype, tuple(shape))
             if stop - start == kind.nbytes:
-                return kind, Extent(path.name, base + start, stop - start)
-            raise WrongInput(f"{path} is damaged: {name} is {kind} and has {stop - start} bytes.")
-    raise WrongInput(f"{path} is damaged: what it says of {name} cannot be understood.")
-
-
-def _check_extents(path: Path, extents: list[Extent], base: int, size: int) -> None:
-    place = base
-    for extent in extents:
-        if extent.start != place:
-            raise WrongInput(f"{path} is damaged: its tensors overlap, or bytes between them belong to none.")
-        place += extent.size
-    if place > size:
-        raise WrongInput(f"{path} is truncated: it has {size:,} bytes and its tensors need {place:,}.")
-    if place < size:
-        raise WrongInput(f"{path} is damaged: it has {size - place:,} bytes behind its last tensor.")
+                return kind, Extent(file, base + start, stop - start)
+            raise WrongInput(f"{where} is damaged: {name} is {kind} and has {stop - start} bytes.")
+    raise WrongInput(f"{where} is damaged: what it says of {name!r} cannot be understood.")
 
 
 def made_header(tensors: Mapping[str, Kind], metadata: Mapping[str, str] | None) -> str:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from refold.conversion.byte_extents import Placed, trace_group
-from refold.conversion.checkpoint_folder import Checkpoint, Extent, Kind, ShardFile, made_header, stored_order
+from refold.conversion.checkpoint_folder import (
+    PIECES,
+    Checkpoint,
+    Kind,
+    ShardFile,
+    made_header,
+    parse_header,
+    stored_order,
+)
 from refold.conversion.tensor_plan import Group, Plan
 from refold.errors import WrongInput
 from refold.saving.folder import plain_json
@@ -130,19 +138,15 @@ def _header(tensors: Mapping[str, Kind], metadata: Mapping[str, str] | None, for
         metadata = data.pop("__metadata__", None)
         if {name: Kind(facts["dtype"], tuple(facts["shape"])) for name, facts in data.items()} == tensors:
             return former
-    return made_header(stored_order(tensors), metadata)
+    kept = None if metadata is None else {name: text for name, text in metadata.items() if name != PIECES}
+    return made_header(stored_order(tensors), kept)
 
 
 def shard_with(name: str, header: str) -> ShardFile:
     """The file that a header describes."""
-    data = json.loads(header)
-    metadata = data.pop("__metadata__", None)
-    base, size, tensors = 8 + len(header.encode()), 0, {}
-    for key, facts in sorted(data.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = facts["data_offsets"]
-        tensors[key] = Kind(facts["dtype"], tuple(facts["shape"])), Extent(name, base + start, stop - start)
-        size = max(size, stop)
-    return ShardFile(name, base + size, 0, header, metadata, tensors)
+    metadata, tensors = parse_header(header, name, name)
+    size = 8 + len(header.encode()) + sum(extent.size for _, extent in tensors.values())
+    return ShardFile(name, size, 0, header, metadata, tensors)
 
 
 def _former_places(former: Former | None) -> dict[str, str]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from refold.conversion.checkpoint_folder import MANIFEST, Checkpoint, Kind, read_checkpoint, read_object
-from refold.conversion.conversion_job import Former, Job
+from refold.conversion.checkpoint_folder import MANIFEST, Checkpoint, Kind, read_checkpoint
+from refold.conversion.conversion_job import Job
+from refold.conversion.conversion_manifest import Manifest, manifest_of, read_manifest
 from refold.conversion.job_run import Advance, Checksums, run_job
 from refold.conversion.layout_tables import PLAIN, layout_named
 from refold.conversion.ranks import Ranks, joined_ranks
 from refold.conversion.row_matching import match_layout
 from refold.conversion.tensor_plan import Plan
 from refold.errors import WrongInput
-from refold.saving.folder import plain_json
 
-FORMAT = "refold-conversion"
-VERSION = 1
 _PLANNED = "plan"
 """What a manifest calls the layout of a plan that was given."""
 
@@ -36,7 +32,7 @@ class Conversion:
     passed: tuple[str, ...]
     """Tensors that stay as they are, because nothing names them."""
     incomplete: dict[str, str]
-    """Of these, the ones that a row would take if others were there: and what is missing."""
+    """Of these, the ones that a row would take if others were there, or that their layer leaves behind; and why."""
     left_out: tuple[str, ...]
     """Files and folders of the source that do not go along."""
     bytes_written: int
@@ -59,8 +55,8 @@ class _Route:
     back: bool = False
     passed: tuple[str, ...] | None = None
     incomplete: dict[str, str] = field(default_factory=dict)
-    former: Former | None = None
-    manifest: dict[str, Any] | None = None
+    manifest: Manifest | None = None
+    """Of a way back: what the folder says of where it comes from."""
 
 
 def convert(
@@ -72,7 +68,7 @@ def convert(
     plan: Plan | None = None,
     original: bool = False,
     verify: bool = False,
-    jobs: int | None = None,
+    jobs: int = 4,
     advance: Advance = lambda done, total: None,
 ) -> Conversion:
     """Convert the safetensors files of a folder into a new folder: into a layout (a name, or a YAML file), by a plan,
@@ -85,11 +81,11 @@ def convert(
         with ranks.together():
             checkpoint = read_checkpoint(Path(source))
             route = _route(checkpoint, to, origin, plan, original)
-            job = Job.of(checkpoint, route.plan, back=route.back, former=route.former)
+            former = route.manifest.former if route.manifest else None
+            job = Job.of(checkpoint, route.plan, back=route.back, former=former)
         passed = tuple(name for name in job.known if name in job.made and name not in job.owners)
-        told = _told(job, route, passed)
-        count = jobs or min(4, os.cpu_count() or 1)
-        sums, there = run_job(job, Path(out), told, ranks, verify=verify, jobs=count, advance=advance)
+        told = manifest_of(job, route.origin, route.to, passed)
+        sums, there = run_job(job, Path(out), told, ranks, verify=verify, jobs=jobs, advance=advance)
     return Conversion(
         route.plan,
         route.back,
@@ -113,16 +109,16 @@ def _route(source: Checkpoint, to: str | None, origin: str | None, plan: Plan | 
         raise WrongInput("Say where to convert to in one way: a layout, a plan, or back to the original.")
     if plan is not None:
         return _Route(plan, origin or PLAIN, _PLANNED)
-    manifest = _manifest(source.folder) if origin is None else None
-    if original or (manifest is not None and to == manifest["from"]):
+    manifest = read_manifest(source.folder) if origin is None else None
+    if original or (manifest is not None and to == manifest.origin):
         if manifest is None:
             raise WrongInput(f"{source.folder} does not say what it was converted from: it has no {MANIFEST}.")
-        return _back(manifest, source.folder)
+        return _Route(manifest.plan, manifest.to, manifest.origin, not manifest.back, manifest=manifest)
     assert to is not None
-    if manifest is not None and manifest["to"] != PLAIN:
+    if manifest is not None and manifest.to != PLAIN:
         raise WrongInput(
-            f"{source.folder} is in the layout {manifest['to']}, and tables lead from {PLAIN} and back: convert it to "
-            f"{manifest['from']} first."
+            f"{source.folder} is in the layout {manifest.to}, and tables lead from {PLAIN} and back: convert it to "
+            f"{manifest.origin} first."
         )
     kinds, config = {name: kind for name, (kind, _) in source.tensors().items()}, source.config()
     return _by_tables(kinds, config, origin or PLAIN, to)
@@ -139,48 +135,5 @@ def _by_tables(kinds: Mapping[str, Kind], config: Mapping[str, Any], origin: str
     return _Route(found.plan, tables[0].name, tables[1].name, incomplete=found.incomplete)
 
 
-def _back(manifest: dict[str, Any], folder: Path) -> _Route:
-    try:
-        headers, index = manifest["headers"], manifest["index"]
-        former = Former(dict(headers), None if index is None else (str(index["name"]), str(index["text"])))
-        for name, header in former.headers.items():
-            if name != os.path.basename(name) or not isinstance(json.loads(header), dict):
-                raise ValueError(f"{name!r} is no file of the folder")
-        plan = Plan.from_plain(manifest["plan"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise WrongInput(f"{folder / MANIFEST} is damaged: {error}.") from None
-    return _Route(plan, manifest["to"], manifest["from"], not manifest["back"], former=former, manifest=manifest)
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    path = folder / MANIFEST
-    if not path.exists():
-        return None
-    data = read_object(path)
-    if data.get("format") != FORMAT or data.get("version") != VERSION:
-        raise WrongInput(f"{path} was not written by this version of refold convert (version {VERSION}).")
-    return data
-
-
-def _told(job: Job, route: _Route, passed: tuple[str, ...]) -> dict[str, Any]:
-    """What the manifest says besides checksums: all that the way back needs."""
-    index = job.source.index
-    data = {
-        "format": FORMAT,
-        "version": VERSION,
-        "from": route.origin,
-        "to": route.to,
-        "back": route.back,
-        "plan": route.plan.to_plain(),
-        "passed": sorted(passed),
-        "headers": {file.name: file.header for file in job.source.files.values()},
-        "index": None if index is None else {"name": index[0], "text": index[1]},
-    }
-    found: dict[str, Any] = json.loads(plain_json(data))
-    return found
-
-
-def _same(manifest: dict[str, Any] | None, sums: Checksums) -> bool | None:
-    if manifest is None:
-        return None
-    return bool(manifest.get("source") == sums.result)
+def _same(manifest: Manifest | None, sums: Checksums) -> bool | None:
+    return None if manifest is None else manifest.source == sums.result

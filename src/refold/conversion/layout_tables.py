@@ -26,7 +26,7 @@ VERSION = 1
 PLAIN = "hf"
 """The layout of transformers: what every table says how to come from."""
 _BUILT_IN = Path(__file__).parent / "layouts"
-_PLACEHOLDER = re.compile(r"\{(\w+)(\*?)(?:=([\w|]+))?\}")
+_PLACEHOLDER = re.compile(r"\{([^\W\d]\w*)(\*?)(?:=([\w|]+))?\}")
 _KEYS = {"from", "into", "along", "shares", "stack", "steps"}
 _STEPS = "transpose, {permute: [1, 0, 2]}, {reshape: [num_heads, -1]} or {pad: {along: 0, multiple: 64}}"
 Shares = tuple[int | str, ...]
@@ -41,14 +41,22 @@ class Step:
 
     def operation(self, shape: tuple[int, ...], config: Mapping[str, Any]) -> Operation:
         """The weight map for a tensor of this shape."""
+        if self.verb == "transpose" and len(shape) < 2:
+            raise BadLayout(f"a tensor of shape {list(shape)} has no two axes that the step transpose could swap.")
         if self.verb == "transpose":
             return Transpose()
         numbers = tuple(number_of(value, config) for value in self.numbers)
+        if self.verb == "permute" and len(numbers) != len(shape):
+            raise BadLayout(f"a tensor of shape {list(shape)} has not the axes {list(numbers)} of the step permute.")
         if self.verb == "permute":
             return Permute(numbers)
         if self.verb == "reshape":
             return Reshape(shape, _sizes(shape, numbers))
         along, multiple = numbers
+        if along >= len(shape) or multiple < 1:
+            raise BadLayout(
+                f"a tensor of shape {list(shape)} cannot be padded along {along} to multiples of {multiple}."
+            )
         return Pad(-shape[along] % multiple, along)
 
     def inverted(self) -> Step:
@@ -162,7 +170,7 @@ def _sizes(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
 
     try:
         return tuple(torch.empty(shape, device="meta").reshape(sizes).shape)
-    except RuntimeError:
+    except (RuntimeError, TypeError, OverflowError):
         raise BadLayout(f"a tensor of shape {list(shape)} has no shape {list(sizes)}.") from None
 
 
@@ -180,6 +188,8 @@ def _row(data: Any, where: str) -> Row:
     stack, along = data.get("stack", ""), data.get("along", 0)
     shares = tuple(_plain_number(value, f"{where}, shares") for value in _listed(data.get("shares", []), where))
     steps = tuple(_step(step, f"{where}, steps") for step in _listed(data.get("steps", []), where))
+    if not isinstance(stack, str):
+        raise BadLayout(f"{where}: stack must name one placeholder, such as n.")
     if type(along) is not int or along < 0 or (stack and along):
         raise BadLayout(f"{where}: along must be the number of an axis, and 0 where numbers are stacked.")
     if shares and len(shares) != len(parts):
@@ -235,7 +245,7 @@ def _step(data: Any, where: str) -> Step:
     match data:
         case "transpose":
             return Step("transpose")
-        case {"permute": [*axes]} if len(data) == 1 and sorted(map(str, axes)) == sorted(map(str, range(len(axes)))):
+        case {"permute": [*axes]} if len(data) == 1 and {*map(repr, axes)} == {*map(repr, range(len(axes)))}:
             return Step("permute", tuple(axes))
         case {"reshape": [*sizes]} if len(data) == 1:
             return Step("reshape", tuple(_plain_number(size, where) for size in sizes))

@@ -10,6 +10,7 @@ import torch
 
 from refold.conversion.checkpoint_folder import Kind
 from refold.conversion.layout_tables import Layout, Row, number_of
+from refold.conversion.shape_trial import DoesNotFit, tried
 from refold.conversion.tensor_plan import Plan
 from refold.errors import BadLayout
 from refold.weights import Concatenate, Operation, Rename, Reshape, Slice
@@ -25,7 +26,7 @@ class Matching:
     passed: tuple[str, ...]
     """Tensors that no row explains."""
     incomplete: dict[str, str]
-    """Of these, the ones that a row would take if others were there: and what is missing."""
+    """Of these, the ones that a row would take if others were there, or that their layer leaves behind; and why."""
 
 
 @dataclass
@@ -64,8 +65,22 @@ def match_layout(layout: Layout, kinds: Mapping[str, Kind], config: Mapping[str,
     taken = {name for instance in whole for name in instance.names.values()}
     passed = tuple(name for name in kinds if name not in taken)
     _check_targets(plan, passed)
-    reasons = {name: f"{lacking[id(i)]} is not there" for i in broken for name in i.names.values()}
+    reasons = _left_behind(plan, passed)
+    reasons |= {name: f"{lacking[id(i)]} is not there" for i in broken for name in i.names.values()}
     return Matching(plan, passed, reasons)
+
+
+def _left_behind(plan: Plan, passed: Iterable[str]) -> dict[str, str]:
+    """Names that stay where no other tensor of their layer does, such as the scales of a quantized weight."""
+    groups = plan.groups()
+    kept = {name.rpartition(".")[0] for group in groups for name in group.targets}
+    gone = {name.rpartition(".")[0]: name for group in groups for name in group.sources}
+    layers = {name: name.rpartition(".")[0] for name in passed}
+    return {
+        name: f"no row explains it, and {gone[layer]} of the same layer goes elsewhere"
+        for name, layer in layers.items()
+        if layer in gone and layer not in kept
+    }
 
 
 def _instances(row: Row, names: Iterable[str]) -> list[_Instance]:
@@ -197,7 +212,11 @@ class _Maps:
 
     def _steps(self, now: str, whole: str) -> None:
         for step in self._row.steps:
-            self._change(step.operation(tuple(self._state[now].shape), self._config), now, whole)
+            try:
+                operation = step.operation(tuple(self._state[now].shape), self._config)
+            except BadLayout as error:
+                raise BadLayout(f"{now}: {error} Nothing was written.") from None
+            self._change(operation, now, whole)
             now = whole
 
     def _change(self, operation: Operation, now: str, after: str) -> None:
@@ -206,8 +225,8 @@ class _Maps:
     def _add(self, operation: Operation, sources: dict[str, str], targets: dict[str, str]) -> None:
         given = {role: self._state.pop(name) for role, name in sources.items()}
         try:
-            made = operation.forward(given)
-        except (RuntimeError, IndexError) as error:
+            made = tried(operation, given)
+        except DoesNotFit as error:
             shapes = ", ".join(f"{name} {list(given[role].shape)}" for role, name in sources.items())
             raise BadLayout(
                 f"{operation} does not fit {shapes}: {one_line(error, 200)}. Nothing was written."

@@ -38,8 +38,9 @@ def write_shard(job: Job, shard: ShardFile, folder: Path, budget: Budget, tell: 
                 at += extent.size
         for group, names in computed.values():
             _write_computed(job, shard, group, names, files, file.fileno(), budget, tell)
+        facts = hashed(path, lambda count: tell(0))  # while the disk is at work
         os.fsync(file.fileno())
-    return hashed(path, lambda count: tell(0))
+    return facts
 
 
 def _write_computed(

@@ -127,8 +127,9 @@ def read_plan(path: Path) -> Plan:
     """The plan in a file."""
     from refold.conversion.checkpoint_folder import read_object
 
+    data = read_object(path)
     try:
-        return Plan.from_plain(read_object(path))
+        return Plan.from_plain(data)
     except WrongInput as reason:
         raise WrongInput(f"{path}: {reason}") from None
 

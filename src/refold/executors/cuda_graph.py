@@ -62,8 +62,8 @@ class CudaGraph(Executor):
         return self.inner.keeps_meaning
 
     @property
-    def is_python(self) -> bool:  # type: ignore[override]
-        return self.inner.is_python
+    def hears_interrupts(self) -> bool:  # type: ignore[override]
+        return self.inner.hears_interrupts
 
     @property
     def takes_minutes(self) -> bool:  # type: ignore[override]

@@ -34,8 +34,9 @@ class Executor(ABC):
     or probed its own. Others are probed before they are chosen."""
     takes_packed: bool = False
     """Whether it runs graphs that leave padding out (`RemovePadding`); others are given the graph without that."""
-    is_python: bool = False
-    """Whether preparing is Python throughout, which Ctrl-C ends at once; others prepare in a thread of their own."""
+    hears_interrupts: bool = False
+    """Whether Ctrl-C ends preparing at once, since it is Python, or it sees to that by itself; others prepare in a
+    thread of their own."""
     superseded_by: str | None = None
     """An executor that is usually as fast or faster: where it is ready, this one is tried with `effort="max"` only."""
 

@@ -14,13 +14,14 @@ from refold.executors.exported_engine import EnginePlan, plan_for_engine
 from refold.executors.guards import Guard, Guarded
 from refold.executors.input_spec import InputSpec
 from refold.executors.interface import Executor
+from refold.executors.interruptible import interruptibly
 from refold.executors.model_probe import why_other_meaning
 from refold.executors.open_axes import OpenAxes
 from refold.executors.plain import Plain
 from refold.executors.requirements import Input, index_guard, inputs_of, weakest_guard, why_not_at
 from refold.executors.semantics import Answer, answers_for
 from refold.executors.sized_program import at_sizes
-from refold.executors.value_ranges import ValueRanges
+from refold.executors.value_ranges import Range, ValueRanges
 from refold.nested import tensors_in
 
 Args = tuple[Any, ...]
@@ -38,22 +39,31 @@ def prepare_engine(
     shapes = [tensor.shape for tensor in plan.tensors]
     program = plan.exported if plan.axes is None else at_sizes(plan.exported, shapes)
     inputs = inputs_of(program, plan.tensors)
-    answers = answers_for(engine.key, build_operators, program, ValueRanges(program, {}))
-    guard = weakest_guard(program, inputs, answers)
+    held: dict[str, Range] = {}
+    answers = answers_for(engine.key, build_operators, program, ValueRanges(program, {}, held))
+    guard = weakest_guard(program, inputs, answers, held)
     if plan.axes is not None:
         by_name = {node.name: answer for node, answer in answers.items()}
-        plan = replace(plan, axes=_where_it_holds(plan, plan.axes, guard, inputs, by_name))
+        plan = replace(plan, axes=_where_it_holds(plan, plan.axes, guard, inputs, by_name, held))
     return _as_torch(plan, module, guard, build(plan, module))
 
 
 def _where_it_holds(
-    plan: EnginePlan, axes: OpenAxes, guard: Guard, inputs: list[Input], answers: dict[str, Answer]
+    plan: EnginePlan,
+    axes: OpenAxes,
+    guard: Guard,
+    inputs: list[Input],
+    answers: dict[str, Answer],
+    held: dict[str, Range],
 ) -> OpenAxes:
     """The sizes at which a guard does: found at the smallest and the largest, since what it bounds grows with sizes."""
 
     def why_not(sizes: Sequence[int]) -> str | None:
-        program = at_sizes(plan.exported, axes.shapes(plan.tensors, sizes))
-        return why_not_at(program, guard, inputs, answers)
+        try:
+            program = at_sizes(plan.exported, axes.shapes(plan.tensors, sizes))
+        except PreparationFailed as failure:
+            return str(failure)
+        return why_not_at(program, guard, inputs, answers, held)
 
     example = axes.sizes_of(plan.tensors)
     most = [_largest(axis.high, i, example, why_not) for i, axis in enumerate(axes.axes)]
@@ -79,13 +89,20 @@ def _largest(high: int, axis: int, example: list[int], why_not: Callable[[Sequen
 def prepare_as_torch(executor: Executor, module: nn.Module, args: Args, kwargs: dict[str, Any]) -> Callable[..., Any]:
     """Prepare any executor; one that does not see to it by itself that it means what torch means is probed."""
     if executor.keeps_meaning:
-        return executor.prepare(module, args, kwargs)
+        return _prepare(executor, module, args, kwargs)
 
     def build(plan: EnginePlan, part: nn.Module) -> Callable[..., Any]:
-        return executor.prepare(part, *plan.arguments)
+        return _prepare(executor, part, *plan.arguments)
 
-    plan = plan_for_engine(module, args, kwargs, executor.name)
+    axes = OpenAxes.of(module, args, kwargs).from_size(1) if executor.takes_any_size else None
+    plan = plan_for_engine(module, args, kwargs, executor.name, axes=axes)
     return prepare_engine(executor, plan, module, build)
+
+
+def _prepare(executor: Executor, module: nn.Module, args: Args, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    if executor.hears_interrupts:
+        return executor.prepare(module, args, kwargs)
+    return interruptibly(lambda: executor.prepare(module, args, kwargs))
 
 
 def prepare_compiled(

@@ -32,7 +32,7 @@ class OneDnnLinears(Executor):
     name = "onednn"
     takes_any_size = True
     keeps_meaning = True
-    is_python = True
+    hears_interrupts = True
     takes_packed = True
 
     def available(self, device: torch.device) -> str | None:

@@ -18,6 +18,7 @@ from refold.capture.exclusive import alone
 from refold.errors import PreparationFailed
 from refold.executors.exported_engine import EnginePlan, plan_for_engine
 from refold.executors.interface import Executor, Runner, refuse_training
+from refold.executors.interruptible import interruptibly
 from refold.executors.meaning import prepare_engine
 from refold.executors.open_axes import OpenAxes
 from refold.wording import first_line, quiet
@@ -36,6 +37,7 @@ class OnnxRuntime(Executor):
 
     reads_live_weights = False
     keeps_meaning = True
+    hears_interrupts = True
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class OnnxRuntime(Executor):
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
-        axes = OpenAxes.of(module, args, kwargs) if self.takes_any_size else None
+        axes = OpenAxes.of(module, args, kwargs).from_size(1) if self.takes_any_size else None
         plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, axes=axes)
         return prepare_engine(self, plan, module, self.build)
 
@@ -149,4 +151,4 @@ def _session(path: Path) -> Any:
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # what it logs as an error, it also raises
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return interruptibly(lambda: onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]))

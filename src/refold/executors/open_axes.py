@@ -72,9 +72,9 @@ class OpenAxes:
         """The same with these as the largest sizes."""
         return OpenAxes(tuple(replace(axis, high=high) for axis, high in zip(self.axes, most, strict=True)))
 
-    def from_two(self) -> OpenAxes:
-        """The same without sizes of 0 and 1, for which compiled code would be other code."""
-        return OpenAxes(tuple(replace(axis, low=max(2, axis.low)) for axis in self.axes))
+    def from_size(self, least: int) -> OpenAxes:
+        """The same without smaller sizes."""
+        return OpenAxes(tuple(replace(axis, low=max(least, axis.low)) for axis in self.axes))
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the sizes of a call lie within the bounds, and are one size on each axis. It runs at every call."""
@@ -134,8 +134,12 @@ def _bounds(record: CaptureRecord, leaves: list[Any], dims: Sequence[Place]) -> 
         return not record.sizes.complaint(empty, any_float=not record.dtype_reason)
 
     size = leaves[dims[0][0]].shape[dims[0][1]]
-    low = next(small for small in range(size + 1) if small == size or is_allowed(small))
-    high = size
+    low = high = size
+    for smaller in (size // 2, 4, 3, 2, 1, 0):
+        if smaller < low and is_allowed(smaller):
+            low = smaller
+        elif smaller < low:
+            break
     while high < MOST and is_allowed(min(2 * high, MOST)):
         high = min(2 * high, MOST)
     step = high // 2

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from refold.errors import PreparationFailed
 from refold.executors.exported_engine import EnginePlan, plan_for_engine
 from refold.executors.interface import Executor, Runner, refuse_training
+from refold.executors.interruptible import interruptibly
 from refold.executors.meaning import prepare_engine
 from refold.executors.open_axes import OpenAxes
 from refold.wording import first_line
@@ -28,6 +29,7 @@ class OpenVino(Executor):
 
     reads_live_weights = False
     keeps_meaning = True
+    hears_interrupts = True
 
     def __init__(self, name: str = "openvino", *, any_size: bool = False) -> None:
         self.name = name
@@ -42,7 +44,7 @@ class OpenVino(Executor):
 
     def prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         refuse_training(module)
-        axes = OpenAxes.of(module, args, kwargs) if self.takes_any_size else None
+        axes = OpenAxes.of(module, args, kwargs).from_size(1) if self.takes_any_size else None
         plan = plan_for_engine(module, args, kwargs, self.name, _TYPES, sizes_of_values=False, axes=axes)
         return prepare_engine(self, plan, module, self.build)
 
@@ -121,21 +123,26 @@ def _compile(plan: EnginePlan) -> Any:
     Converting makes every dimension dynamic, hence the `reshape`.
     """
     import openvino
+    from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
     settings = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "INFERENCE_PRECISION_HINT": "f32",
         "PERFORMANCE_HINT": "LATENCY",
     }
+    shapes = [list(tensor.shape) for tensor in plan.tensors]
+    for index, dim in () if plan.axes is None else plan.axes.places():
+        shapes[index][dim] = -1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = openvino.convert_model(spell_out_groups(plan.exported))
-    opened = set() if plan.axes is None else set(plan.axes.places())
-    shapes = [
-        [-1 if (i, dim) in opened else size for dim, size in enumerate(t.shape)] for i, t in enumerate(plan.tensors)
-    ]
-    model.reshape(dict(enumerate(shapes)))
-    return openvino.Core().compile_model(model, "CPU", settings)
+        decoder = TorchFXPythonDecoder.from_exported_program(spell_out_groups(plan.exported))
+
+        def compiled() -> Any:
+            model = openvino.convert_model(decoder)
+            model.reshape(dict(enumerate(shapes)))
+            return openvino.Core().compile_model(model, "CPU", settings)
+
+        return interruptibly(compiled)
 
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

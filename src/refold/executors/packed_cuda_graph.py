@@ -31,7 +31,7 @@ class PackedCudaGraph(Executor):
     name = "packed+cuda_graph"
     takes_any_size = True
     keeps_meaning = True
-    is_python = True
+    hears_interrupts = True
     takes_packed = True
 
     def __init__(self, record: Callable[[nn.Module], Executor] | None = None) -> None:

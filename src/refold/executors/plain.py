@@ -18,7 +18,7 @@ class Plain(Executor):
     name = "plain"
     takes_any_size = True
     keeps_meaning = True
-    is_python = True
+    hears_interrupts = True
     takes_packed = True
 
     def available(self, device: torch.device) -> str | None:

@@ -57,10 +57,12 @@ def inputs_of(exported: Program, tensors: list[torch.Tensor]) -> list[Input]:
     return [Input(place, name, tensor) for place, (name, tensor) in enumerate(zip(names, tensors, strict=True))]
 
 
-def weakest_guard(exported: Program, inputs: list[Input], answers: Mapping[Node, Answer]) -> Guard:
-    """The guard with the fewest conditions under which an engine gives what torch gives; raises where there is none."""
+def weakest_guard(
+    exported: Program, inputs: list[Input], answers: Mapping[Node, Answer], held: dict[str, Range]
+) -> Guard:
+    """The guard with the fewest conditions under which an engine gives what torch gives; raises where there is none.
+    `held` keeps the ranges of the weights."""
     indices, problem = _index_inputs(exported), ""
-    held: dict[str, Range] = {}
     for answer in answers.values():
         if answer.refused:
             raise PreparationFailed(f"It computes {answer.name} otherwise than torch: {answer.refused}.")
@@ -74,14 +76,16 @@ def weakest_guard(exported: Program, inputs: list[Input], answers: Mapping[Node,
     raise PreparationFailed(problem)
 
 
-def why_not_at(exported: Program, guard: Guard, inputs: list[Input], answers: Mapping[str, Answer]) -> str | None:
+def why_not_at(
+    exported: Program, guard: Guard, inputs: list[Input], answers: Mapping[str, Answer], held: dict[str, Range]
+) -> str | None:
     """Why a guard does not do where the program has other sizes; None if it does. `answers` by the names of nodes."""
     bounds = {inputs[each.place].name: each for each in guard if isinstance(each, Bounds)}
     known: dict[str, Range | torch.Tensor] = {name: Range(each.low, each.high) for name, each in bounds.items()}
     opened = [each.place for each in guard if isinstance(each, OpenMask) and each.positions == "all"]
     known |= {inputs[place].name: Range(1, 1) for place in opened}
     there = {node: answers[node.name] for node in exported.graph.nodes if node.name in answers}
-    return next(_problems(exported, ValueRanges(exported, known), there), None)
+    return next(_problems(exported, ValueRanges(exported, known, held), there), None)
 
 
 def index_guard(exported: Program, inputs: list[Input]) -> Guard:

@@ -27,7 +27,7 @@ class SizedCudaGraphs(Executor):
 
     takes_any_size = True
     keeps_meaning = True
-    is_python = True
+    hears_interrupts = True
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Ready(Executor):
 
     takes_any_size = True
     keeps_meaning = True
-    is_python = True
+    hears_interrupts = True
 
     def __init__(self, name: str, code: Callable[..., Any]) -> None:
         self.name, self.code = name, code

@@ -22,6 +22,7 @@ from refold.nested import OUTPUT, Tree, flatten, rebuild, rebuilder
 from refold.wording import first_line
 
 _numbers = itertools.count()
+_NEITHER_0_NOR_1 = 2  # for which compiled code would be other code
 
 
 class _Inductor(Executor):
@@ -44,7 +45,7 @@ class _Inductor(Executor):
         self.takes_minutes = "max-autotune" in (mode or "") or bool((options or {}).get("max_autotune"))
 
     keeps_meaning = True
-    is_python = True
+    hears_interrupts = True
 
     def available(self, device: torch.device) -> str | None:
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -147,7 +148,7 @@ class CompileOnce(_Inductor):
         with torch.no_grad(), _failures_named(self.name):
             runner.compute(apart)
             runner.compute(tensors)
-        return prepare_compiled(self, module, args, kwargs, runner, axes.from_two())
+        return prepare_compiled(self, module, args, kwargs, runner, axes.from_size(_NEITHER_0_NOR_1))
 
 
 class OpenRunner(FrozenRunner):

@@ -471,7 +471,9 @@ def _power(node: Node, low: float, high: float, finite: bool) -> Range:
 def _total(node: Node, get: Get) -> Range:
     low, high, finite = get(node.args[0])
     source, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    count = source.numel() // max(1, made.numel()) if bare_name(node) == "sum" else max(1, *source.shape)
+    along = argument(node, 1, "dim")
+    steps = source.shape[along] if isinstance(along, int) and source.shape else 1
+    count = source.numel() // max(1, made.numel()) if bare_name(node) == "sum" else max(1, steps)
     return Range(min(low, low * count), max(high, high * count), finite)
 
 

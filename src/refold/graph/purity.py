@@ -53,6 +53,15 @@ def is_pure(gm: GraphModule, node: Node) -> bool:
     return _pure_function(node)
 
 
+def drops_at_random(gm: GraphModule, node: Node) -> bool:
+    """Whether a node is dropout that drops something, by itself or within attention."""
+    if node.op == "call_module":
+        module = find_module(gm, str(node.target))
+        return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+    is_dropout = name_of(node) in _DROPOUT_NAMES or name_of(node) == "scaled_dot_product_attention"
+    return node.op in ("call_function", "call_method") and is_dropout and not is_pure(gm, node)
+
+
 def _pure_function(node: Node) -> bool:
     target: Any = node.target
     if target in _FREE_FUNCTIONS:

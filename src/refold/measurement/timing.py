@@ -272,7 +272,7 @@ def measure_many(
     arguments = CallArguments.of(inputs, "inputs")
     device = arguments.device(*contenders.values())
     runs, failed = {}, {}
-    with torch.set_grad_enabled(grad), without_collector():
+    with torch.set_grad_enabled(grad), without_collector(device):
         for name, contender in contenders.items():
             try:
                 runs[name] = _Run.warmed_up(name, contender, arguments, device, patience, memory)

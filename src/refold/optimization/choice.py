@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,8 +19,8 @@ from refold.executors.meaning import prepare_as_torch
 from refold.measurement.timing import Comparison, Measurement, measure_many, rounds_needed
 from refold.nested import OUTPUT, flatten
 from refold.optimization.expectations import most_promising_first, why_not_in_time
-from refold.optimization.interruptible import interruptibly
 from refold.optimization.job import Job
+from refold.optimization.memory import Memory, prepared_with_memory
 from refold.optimization.padded_example import PaddedExample
 from refold.optimization.progress import silent
 from refold.optimization.steps import Rewritten
@@ -41,6 +42,7 @@ class Candidates:
     ready: dict[str, Callable[..., Any]] = field(default_factory=dict)
     grades: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, Memory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class ExecutorChoice:
     comparison: Comparison | None = None
     left_out: dict[str, str] = field(default_factory=dict)
     grades: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, Memory] = field(default_factory=dict)
     rewriting: Measurement | None = None
     """The chosen executor without the rewrites, against itself with them."""
     at_any_size: ReadyExecutor | None = None
@@ -71,10 +74,10 @@ class ExecutorChoice:
     def prepare_again(self, module: nn.Module, job: Job) -> None:
         """Prepare what was chosen for another graph."""
         executor, ran = executor_named(self.name), self.run
-        self.run = _made(job, executor, module)
+        self.run = prepare_as_torch(executor, module, *job.arguments)
         other = self.at_any_size
         if other is not None and other.executor is not None:
-            run = self.run if other.run is ran else _made(job, other.executor, module)
+            run = self.run if other.run is ran else prepare_as_torch(other.executor, module, *job.arguments)
             self.at_any_size = replace(other, run=run)
 
     @property
@@ -121,7 +124,7 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
         comparison, name = _winner(job, comparison, candidates)
     reads_live_weights = name == ORIGINAL or wanted[name].reads_live_weights
     run = found.ready.get(name, job.original)
-    choice = ExecutorChoice(name, run, reads_live_weights, comparison, left_out, found.grades)
+    choice = ExecutorChoice(name, run, reads_live_weights, comparison, left_out, found.grades, found.memory)
     if job.others is not None and rewritten.gm is not None:
         other = _at_any_size(job, rewritten.gm, wanted, found.ready, comparison, as_called)
         choice.at_any_size = other
@@ -141,8 +144,13 @@ def _with_earlier_rounds(job: Job, comparison: Comparison) -> Comparison:
 
 
 def _is_level(comparison: Comparison, name: str, other: str) -> bool:
-    """Whether what takes any size is as fast at the example's as the fastest there: then it does for both."""
-    return other in comparison.timings and not comparison.between(other, name).faster
+    """Whether what takes any size is as fast at the example's as the fastest there: then it does for both. Where there
+    was no time for rounds that can decide, the median does."""
+    if other not in comparison.timings:
+        return False
+    measured = comparison.between(other, name)
+    undecidable = len(measured.ratios) < rounds_needed(_CONFIDENCE)
+    return measured.ratio <= 1 if undecidable else not measured.faster
 
 
 def _as_before(job: Job, rewritten: Rewritten) -> ExecutorChoice | None:
@@ -199,7 +207,7 @@ def _at_any_size(
 def _best_on_mix(job: Job, runs: dict[str, Callable[..., Any]]) -> str:
     """Which of these takes the least time for the whole mix of sizes, and is not slower than the original at any."""
     calls = (job.inputs, *(job.others.calls if job.others is not None else ()))
-    is_free = job.backend == "auto"
+    is_free = job.backend == "auto" and job.effort != "quick"
     if len(runs) < 2 and not is_free:
         return next(iter(runs))
     candidates = runs | ({ORIGINAL: job.original} if is_free else {})
@@ -246,7 +254,9 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
             found.left_out[name] = reason
             continue
         try:
-            run = _made(job, executor, module if executor.takes_packed else dense)
+            graph = module if executor.takes_packed else dense
+            prepare = functools.partial(prepare_as_torch, executor, graph, *job.arguments)
+            run, found.memory[name] = prepared_with_memory(job, prepare)
             output = job.call(run)
             _refuse_layouts(output)
             graded = reference.grade(output)
@@ -256,6 +266,8 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
         found.grades[name] = graded.grade
         if not graded.acceptable or (job.level == "safe" and graded.grade != "bit-identical"):
             found.left_out[name] = f"its outputs are {graded.grade}"
+        elif (above := found.memory[name].why_above(job.max_memory)) is not None:
+            found.left_out[name] = above
         elif (objection := padded.objection(run)) is not None:
             found.left_out[name] = f"its outputs are wrong where the mask is not all ones: {objection}"
         elif (objection := _objection_at_other_sizes(job, executor, run)) is not None:
@@ -263,15 +275,6 @@ def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, refere
         else:
             found.ready[name] = run
     return found
-
-
-def _made(job: Job, executor: Executor, module: nn.Module) -> Callable[..., Any]:
-    """What an executor prepares; Ctrl-C need not wait for what is not Python."""
-
-    def prepare() -> Callable[..., Any]:
-        return prepare_as_torch(executor, module, *job.arguments)
-
-    return prepare() if executor.is_python else interruptibly(prepare)
 
 
 def _objection_at_other_sizes(job: Job, executor: Executor, run: Callable[..., Any]) -> str | None:
@@ -285,8 +288,8 @@ def _why_not_now(job: Job, executor: Executor, ready: Collection[str]) -> str | 
     """Why there is no time for an executor."""
     if job.effort == "quick" and executor.name != Plain.name:
         return "effort='default' tries it"
-    if executor.takes_any_size and not executor.is_python and job.others is None:
-        return "sizes are those of the example alone"
+    if executor.takes_any_size and not executor.takes_packed and job.others is None:
+        return "no other sizes than those of the example are prepared for"
     if job.effort != "max" and executor.takes_minutes:
         return "preparing it takes minutes; effort='max' tries it"
     if job.effort != "max" and executor.superseded_by in ready:

@@ -28,10 +28,10 @@ _OURS_AND_TORCH = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent
 class Fallbacks:
     """The calls of one optimized model: how many ran fast, and why the others did not."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, way_out: str | None = None) -> None:
         if policy not in get_args(OnFallback):
             raise RefoldError(f"on_fallback must be one of {', '.join(get_args(OnFallback))}, not {policy!r}.")
-        self.policy = policy
+        self.policy, self._way_out = policy, way_out
         self.reasons: Counter[str] = Counter()
         self._fast = 0
         self._said: set[str] = set()
@@ -49,7 +49,9 @@ class Fallbacks:
             self.reasons[reason if known else "others"] += 1
         if is_expected or self.policy == "ignore":
             return
-        sentence = f"{reason.rstrip('.')}. {_AGAIN if 'since it was optimized' in reason else _WAY_OUT}"
+        sentence = (
+            f"{reason.rstrip('.')}. {self._way_out or (_AGAIN if 'since it was optimized' in reason else _WAY_OUT)}"
+        )
         if self.policy == "raise":
             raise FellBack(f"did not run: {sentence}.")
         kind = re.sub(r"\d+", "", reason)  # the same reason for other sizes is no news

@@ -78,6 +78,7 @@ def _settings(by: Preparation) -> dict[str, Any]:
         "sizes": "open" if job.open_sizes else "example",
         "outputs": None if job.outputs is None else list(job.outputs.wanted),
         "padding": job.padding,
+        "max_memory": job.max_memory,
     }
 
 
@@ -116,7 +117,7 @@ def _decision(text: str) -> tuple[Decision | None, list[str]]:
 
 def _settings_from(data: Mapping[str, Any]) -> dict[str, Any]:
     names = ("level", "pipeline", "backend", "effort", "time_budget", "sizes", "outputs", "padding", "on_fallback")
-    found = {name: data[name] for name in names}
+    found = {name: data[name] for name in (*names, "max_memory")}
     if found["pipeline"] is not None:
         found["pipeline"] = [transformation_from(recipe) for recipe in found["pipeline"]]
     if found["time_budget"] is not None:

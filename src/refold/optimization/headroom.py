@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from refold.measurement.clock import seconds_of
 from refold.optimization.job import Job
+from refold.report.data import Headroom
 
 _MOST_SHAPES = 3  # that are calibrated: those of most of the work
 _FEW_CALLS, _MANY_CALLS = 2, 8
@@ -35,7 +36,7 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def headroom(job: Job, seconds: float) -> str | None:
+def headroom(job: Job, seconds: float) -> Headroom | None:
     """What part of the time that the original takes its products of matrices would take alone, by `torch.mm` here, at
     their own sizes; None where the work is of another kind or cannot be counted."""
     try:
@@ -49,10 +50,11 @@ def headroom(job: Job, seconds: float) -> str | None:
     calibrated = sum(_seconds_of_product(shape, job.device) * products[shape] for shape in largest)
     alone = calibrated * sum(work.values()) / sum(work[shape] for shape in largest)
     share = min(alone / seconds, 1.0)
-    return (
-        f"Headroom: the original does {total / seconds / 1e9:.3g} GFLOP/s. torch.mm would do its matrix products in "
-        f"{share:.0%} of that time here; {1 - share:.0%} is outside of them."
+    sentence = (
+        f"The original does {total / seconds / 1e9:.3g} GFLOP/s; torch.mm would do its matrix products in {share:.0%} "
+        f"of that time here, and {1 - share:.0%} is outside of them."
     )
+    return Headroom(sentence, share)
 
 
 def _count(call: Callable[[Callable[..., Any]], Any], model: Callable[..., Any]) -> tuple[int, Counter[_Shape]]:

@@ -45,6 +45,8 @@ class Job:
     known: tuple[str, ...] = ()
     """The executors that were chosen before, for the example's sizes and for others: these are prepared, and no race is
     run where the first of them is ready."""
+    max_memory: int | None = None
+    """The bytes that a way to run the model may hold beside it and need during a call; None for no bound."""
     others: OtherSizes | None = None
     """Calls of other sizes, that the user gave or that were drawn; None where the graph takes the example's alone."""
     cache: CacheFolder | None = None

@@ -37,7 +37,7 @@ _DEPTH = 4  # of objects inside of attributes
 def key_of(job: Job, others: Sequence[CallArguments]) -> JobKey:
     """What the decision about a job depends on."""
     calls = [_text_of_call(call) for call in (job.inputs, *others)]
-    asked = (job.level, job.backend, job.effort, job.budget.seconds, job.open_sizes, job.padding)
+    asked = (job.level, job.backend, job.effort, job.budget.seconds, job.open_sizes, job.padding, job.max_memory)
     wanted = None if job.outputs is None else job.outputs.wanted
     settings = repr((*asked, [each.signature for each in job.pipeline], wanted, Surroundings.now()))
     return JobKey(_digest(_text_of_model(job.model)), _digest(*calls), _digest(settings), _machine(job))

@@ -19,11 +19,9 @@ from refold.capture.model_state import ModelState, all_or_nothing, untouched
 from refold.capture.tracing import trace
 from refold.errors import BadDecision, BadExample, CaptureError, RefoldError
 from refold.executors import Executor, InputSpec, Plain, UnsupportedInput
-from refold.optimization.budget import EFFORTS, Budget
 from refold.optimization.cache_folder import cache_of_user
 from refold.optimization.choice import ORIGINAL, ExecutorChoice, available_executor, choose
 from refold.optimization.decision import Decision, digest_of_graph
-from refold.optimization.default_pipeline import chosen_pipeline, usual_for
 from refold.optimization.determinism import why_not_comparable, why_stateful
 from refold.optimization.fallbacks import Fallbacks
 from refold.optimization.first_checks import check_model, first_call, takes
@@ -31,6 +29,7 @@ from refold.optimization.headroom import headroom
 from refold.optimization.inventory import Inventory, names_of
 from refold.optimization.job import Job
 from refold.optimization.keeping import NOT_USED, Keeper, keeping
+from refold.optimization.memory import as_bytes
 from refold.optimization.optimized_module import OptimizedModule
 from refold.optimization.place import Place
 from refold.optimization.preparation import Preparation
@@ -38,15 +37,17 @@ from refold.optimization.prepared import Prepared, Way
 from refold.optimization.progress import Progress, shown, silent
 from refold.optimization.redoing import redo, to_race
 from refold.optimization.report_building import build_report
-from refold.optimization.selected_outputs import SelectedOutputs
+from refold.optimization.settings import Settings
 from refold.optimization.sizes import OtherSizes, draw_calls, has_open_sizes, size_notes
 from refold.optimization.spelling import Spelling
 from refold.optimization.steps import Rewritten, rewrite
 from refold.optimization.variants import MOST_KINDS, sorted_by_kind
 from refold.optimization.watch import Watch, read_in_eval
+from refold.optimization.work_left_out import work_left_out
 from refold.optimization.zeroed_outputs import hints_about_padding, zero_outputs
 from refold.record.copies import shared_copy
 from refold.record.reversal import undo_below
+from refold.record.sharded_modules import check_whole
 from refold.record.stack import history
 from refold.report.data import GraphData, ModelSummary
 from refold.report.document import Report
@@ -67,6 +68,7 @@ def optimize(
     outputs: Sequence[str | int] | None = None,
     padding: str | None = None,
     on_fallback: str = "warn",
+    max_memory: int | str | None = None,
     progress: bool | Progress | None = None,
     cache: bool = True,
 ) -> OptimizedModule:
@@ -86,61 +88,86 @@ def optimize(
     a terminal. `outputs` names those that are wanted, by key or by position: the others come back as None, and what
     only they needed is not computed. `padding="zeros"` says that nobody reads outputs at padding: they are zeros there
     on every way, and padding is not computed where that pays. A call that nothing was prepared for runs the original,
-    with a `FellBack` warning once for each reason; `on_fallback="ignore"` says nothing, `"raise"` refuses it. What was
-    decided is kept in the user's cache folder, and holds for later processes after it was compared with the model;
-    `cache=False` neither reads nor writes there. The result is called like the model; `.restore()` gives the model
-    back.
+    with a `FellBack` warning once for each reason; `on_fallback="ignore"` says nothing, `"raise"` refuses it.
+    `max_memory` (bytes, or "2GB") bounds what a way to run the model may hold beside it and need during a call: those
+    above it are not chosen. What was decided is kept in the user's cache folder, and holds for later processes after it
+    was compared with the model; `cache=False` neither reads nor writes there. The result is called like the model;
+    `.restore()` gives the model back.
     """
-    asked = (level, pipeline, backend, effort, time_budget, sizes, outputs, padding, on_fallback)
-    return _optimized(None, model, example_inputs, *asked, progress=progress, cache=cache)
+    settings = Settings(
+        level=level,
+        pipeline=pipeline,
+        backend=backend,
+        effort=effort,
+        time_budget=time_budget,
+        sizes=sizes,
+        outputs=outputs,
+        padding=padding,
+        on_fallback=on_fallback,
+        max_memory=max_memory,
+    )
+    return _optimized(model, example_inputs, settings, progress=progress, cache=cache)
 
 
 def optimize_as_decided(
     decision: Decision | None, model: nn.Module, calls: list[CallArguments], **settings: Any
 ) -> tuple[OptimizedModule, list[str]]:
     """The same with a decision that came from elsewhere, if it holds here; and sentences that say why it does not."""
-    fast = _optimized(decision, model, calls, **settings, progress=None, cache=True)
+    fast = _optimized(model, calls, Settings(**settings), decision, progress=None, cache=True)
     return fast, [note for note in fast.report.notes if note.startswith(NOT_USED)]
 
 
 def _optimized(
-    given: Decision | None,
     model: nn.Module,
     example_inputs: Any,
-    level: str,
-    pipeline: Sequence[Transformation] | Transformation | None,
-    backend: str,
-    effort: str,
-    time_budget: float | None,
-    sizes: str,
-    outputs: Sequence[str | int] | None,
-    padding: str | None,
-    on_fallback: str,
+    settings: Settings,
+    given: Decision | None = None,
     *,
     progress: bool | Progress | None,
     cache: bool,
 ) -> OptimizedModule:
-    _check_settings(sizes, effort, time_budget, padding)
     if isinstance(model, OptimizedModule):
         raise RefoldError("the model is optimized already; call .restore() on it first.")
     check_model(model)
-    fallbacks = Fallbacks(on_fallback)
-    transformations = chosen_pipeline(level, pipeline)
-    chosen = None if outputs is None else SelectedOutputs(tuple(outputs))
+    _check_whole(model)
+    chosen, fallbacks = settings.selected, Fallbacks(settings.on_fallback)
     (inputs, *others), *further = _calls(model, example_inputs)
-    if pipeline is None:
-        transformations = usual_for(transformations, inputs.device(model), effort)
 
     def work() -> OptimizedModule:
         with shown(progress) as report_to:
-            usual = time_budget is None
-            budget = Budget.usual(model, inputs.device(model), effort) if usual else Budget(time_budget)
-            how = (transformations, level, backend, effort, budget, report_to, sizes == "open", chosen, padding)
-            job = Job(model, inputs, *how, cache=cache_of_user() if cache else None, given=given)
-            by = Preparation(job, others, Place.of(model), time_budget, pipeline is None, _prepare, _capture)
-            return _for_all_kinds(by, further, chosen.of if chosen is not None else None, fallbacks)
+            job = replace(_job(model, inputs, settings, report_to), given=given)
+            job = replace(job, cache=cache_of_user() if cache else None)
+            usual = settings.pipeline is None
+            by = Preparation(job, others, Place.of(model), settings.time_budget, usual, _prepare, _capture)
+            return _for_all_kinds(by, further, None if chosen is None else chosen.of, fallbacks)
 
     return all_or_nothing(model, work)
+
+
+def _job(model: nn.Module, inputs: CallArguments, settings: Settings, progress: Progress) -> Job:
+    device = inputs.device(model)
+    return Job(
+        model,
+        inputs,
+        settings.transformations(device),
+        settings.level,
+        settings.backend,
+        settings.effort,
+        settings.budget(model, device),
+        progress,
+        open_sizes=settings.sizes == "open",
+        outputs=settings.selected,
+        padding=settings.padding,
+        max_memory=as_bytes(settings.max_memory),
+    )
+
+
+def _check_whole(model: nn.Module) -> None:
+    check_whole(
+        model,
+        "refold.optimize runs and compares whole models",
+        "Capture the model with refold.trace before that, apply transformations to the graph, and shard the graph.",
+    )
 
 
 def _for_all_kinds(
@@ -159,17 +186,6 @@ def _for_all_kinds(
     for calls in (*further, *refused)[: MOST_KINDS - 1]:
         fast.prepare_calls(calls)
     return fast
-
-
-def _check_settings(sizes: str, effort: str, time_budget: float | None, padding: str | None) -> None:
-    if sizes not in ("open", "example"):
-        raise RefoldError(f"sizes must be 'open' or 'example', not {sizes!r}.")
-    if effort not in EFFORTS:
-        raise RefoldError(f"effort must be one of {', '.join(EFFORTS)}, not {effort!r}.")
-    if time_budget is not None and not time_budget > 0:
-        raise RefoldError(f"time_budget must be a positive number of seconds, or None, not {time_budget!r}.")
-    if padding not in (None, "zeros"):
-        raise RefoldError(f"padding must be None, or 'zeros' for outputs that are not read there, not {padding!r}.")
 
 
 def _calls(model: nn.Module, example_inputs: Any) -> list[list[CallArguments]]:
@@ -276,10 +292,8 @@ def _decided_anew(job: Job, others: Sequence[CallArguments], keeper: Keeper) -> 
         notes += hints_about_padding(step.result for step in rewritten.steps)
     job, notes = _with_sizes_that_agree(job, rewritten, notes)
     rewritten, choice = _choose(job.part(0.55, 1.0), rewritten)
-    if choice.comparison is not None and ORIGINAL in choice.comparison.timings and job.effort != "quick":
-        line = headroom(job, choice.comparison.timings[ORIGINAL].median)
-        notes = [*notes, *([line] if line is not None else [])]
     report = build_report(job.model, rewritten, choice, [*rewritten.notes, *notes])
+    report = _with_work(job, rewritten, choice, report)
     decision = keeper.keep(keeper.decide(before, rewritten, choice, report))
     return _completed(job, replace(_prepared(job, rewritten, choice, report), decision=decision), inventory)
 
@@ -322,6 +336,16 @@ def _with_sizes_that_agree(job: Job, rewritten: Rewritten, notes: list[str]) -> 
         return job, notes
     why = f"Other sizes than the example's run the original, because the rewritten graph is not the model {objection}"
     return replace(job, others=None), [*notes, why]
+
+
+def _with_work(job: Job, rewritten: Rewritten, choice: ExecutorChoice, report: Report) -> Report:
+    """The report with the work that is left out, and how near the original comes to what the machine can multiply."""
+    before, after, found = rewritten.unrewritten, rewritten.gm, choice.comparison
+    if choice.name != ORIGINAL and rewritten.is_changed and before is not None and after is not None:
+        report = replace(report, left_out=work_left_out(job, before, after))
+    if found is not None and ORIGINAL in found.timings and job.effort != "quick":
+        report = replace(report, headroom=headroom(job, found.timings[ORIGINAL].median))
+    return report
 
 
 def _unoptimized(job: Job, why: str, *, names: tuple[str, ...] = ("auto",)) -> Prepared:

@@ -17,9 +17,13 @@ def silent(what: str, done: float) -> None:
 
 @contextmanager
 def shown(progress: bool | Progress | None) -> Iterator[Progress]:
-    """The callback to report to. None: a bar if there is a terminal and rich is installed; True: a bar, always."""
+    """The callback to report to. None: a bar in a notebook or on a terminal, if tqdm or rich is installed; True: a bar,
+    always."""
     if callable(progress):
         yield progress
+    elif progress is not False and _is_notebook():
+        with _notebook_bar() as show:
+            yield show
     elif progress is False or (progress is None and not sys.stderr.isatty()):
         yield silent
     else:
@@ -43,3 +47,26 @@ def progress_bar(console: Any) -> Iterator[Progress]:
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda what, done: bar.update(task, description=what, completed=done)
+
+
+def _is_notebook() -> bool:
+    """Whether the code of a notebook's cell calls: a terminal with IPython is none."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
+
+
+@contextmanager
+def _notebook_bar() -> Iterator[Progress]:
+    """A bar below the cell, which is gone when the work is done."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        yield silent
+        return
+    with tqdm(total=100, leave=False, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}") as bar:
+
+        def show(what: str, done: float) -> None:
+            bar.n = 100 * done
+            bar.set_description_str(what)
+
+        yield show

@@ -89,8 +89,8 @@ def _report(job: Job, rewritten: Rewritten, choice: ExecutorChoice, decision: De
     numbers = [places[card.signature] for card in now.steps]
     links = tuple(replace(link, steps=tuple(numbers[step] for step in link.steps)) for link in now.links)
     steps = tuple(cards.get(card.signature, card) for card in before.steps)
-    graphs = {"graph_before": now.graph_before, "graph_after": now.graph_after, "links": links}
-    found = replace(before, steps=steps, exactness=now.exactness, **graphs)
+    found = replace(before, steps=steps, exactness=now.exactness, links=links)
+    found = replace(found, graph_before=now.graph_before, graph_after=now.graph_after)
     if not is_raced:
         return found
     names = {row.name for row in now.executors}

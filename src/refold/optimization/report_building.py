@@ -18,6 +18,7 @@ from refold._version import __version__
 from refold.graph.groups import connected
 from refold.measurement.timing import Measurement, Timing
 from refold.optimization.choice import ORIGINAL, ExecutorChoice
+from refold.optimization.memory import Memory
 from refold.optimization.steps import Rewritten, Step
 from refold.record.change import Change, refs_in
 from refold.report import data
@@ -106,7 +107,9 @@ def _executors(choice: ExecutorChoice) -> tuple[data.ExecutorRow, ...]:
     for name, timing in timings.items():
         if name != ORIGINAL:
             kind: data.ExecutorStatus = "chosen" if name == choice.name else "tried"
-            rows.append(data.ExecutorRow(name, kind, choice.grades.get(name, ""), timing.median))
+            memory = choice.memory.get(name, Memory())
+            grade = choice.grades.get(name, "")
+            rows.append(data.ExecutorRow(name, kind, grade, timing.median, memory.held, memory.peak))
     return (*rows, *(data.ExecutorRow(name, "not tried", why) for name, why in choice.left_out.items()))
 
 
@@ -182,4 +185,4 @@ def summary_of(found: Verification) -> data.ExactnessSummary:
     """The short form that a report shows. Of steps the outputs are graded once, at the end."""
     grade = found.grade if found.outputs or not found.sites or not found.right else "right"
     errors = tuple(data.OutputError(o.name, o.error, o.baseline, o.sentence) for o in found.outputs)
-    return data.ExactnessSummary(grade, found.sentence, found.right, errors)
+    return data.ExactnessSummary(grade, found.sentence_of_sites, found.right, errors)

@@ -33,7 +33,7 @@ def save(module: nn.Module, folder: str | os.PathLike[str], *, shard_bytes: int 
     if issubclass(type(module), OptimizedModule):  # it says of itself that it is what the original is
         from refold.optimization.fast_folder import save_optimized
 
-        save_optimized(module, folder, shard_bytes)
+        save_optimized(module, folder, shard_bytes)  # type: ignore[arg-type]
     else:
         writer.save(module, folder, shard_bytes=shard_bytes)  # type: ignore[arg-type]
 

@@ -23,6 +23,7 @@ from refold.rewrite.rule import Rewrite, Site, Skip
 from refold.runtime import linear_with_batch_norm
 from refold.weights import FoldBatchNormInLayer
 from refold.weights.batch_norm_maps import FoldBatchNormBeforeConvolution, FoldBatchNormInTransposed
+from refold.weights.sharded import largest, lay_out
 
 
 @dataclass(frozen=True)
@@ -178,11 +179,14 @@ def _check_finite(pair: Pair) -> None:
     values = {role: operand.tensor.detach() for role, operand in operands.items()}
     if any(tensor.is_meta or not tensor.numel() for tensor in values.values()):
         return
-    scale, shift = (float(tensor.abs().max()) for tensor in operation.scale(values))
-    weight, bias = (float(values[role].abs().max()) if role in values else 0.0 for role in ("weight", "bias"))
+    vectors = {role: lay_out(tensor, None) for role, tensor in values.items() if role != "weight"}
+    scale, shift = map(largest, operation.scale(vectors))
+    weight, bias = (largest(values[role]) if role in values else 0.0 for role in ("weight", "bias"))
     bound = weight * (scale + values["weight"][0].numel() * shift) + (scale + 1) * bias + scale + shift
-    if not bound <= torch.finfo(dtype).max and _overflows(values, operation.forward(values)):
-        raise Refuse(f"finite numbers of its weights would not be finite in {dtype} when folded")
+    if not bound <= torch.finfo(dtype).max:
+        whole = {"weight": lay_out(values["weight"], None)} | vectors
+        if _overflows(whole, operation.forward(whole)):
+            raise Refuse(f"finite numbers of its weights would not be finite in {dtype} when folded")
 
 
 def _overflows(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> bool:

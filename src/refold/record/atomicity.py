@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from refold.errors import BrokenTransformation
 from refold.record.call_notes import Recording
 from refold.record.marks import show_marks
+from refold.record.sharded_modules import manage_parameters, show_shards
 from refold.record.snapshot import Snapshot
 
 _T = TypeVar("_T")
@@ -21,9 +22,11 @@ def atomically(gm: GraphModule, work: Callable[[Snapshot], _T]) -> _T:
     snapshot. The work is a function and not the body of a `with`: an interrupt that comes while a `with` is being
     left, after its body is done, would be missed. For the same reason `work` does everything, also what comes last.
     """
+    show_shards(gm)
     before = Snapshot.of(gm)
     try:
         outcome = work(before)
+        manage_parameters(gm)
         before.released.settle()
         show_marks(gm.graph)
         return outcome

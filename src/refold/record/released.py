@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from refold import fx_private
+from refold.fingerprint import is_sharded
 from refold.record.module_tree import ModuleTree
 
 LARGE = 1 << 16
@@ -116,5 +117,5 @@ def _dying(tree: ModuleTree) -> set[int]:
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
-    known = not (tensor.is_meta or is_lazy(tensor))
+    known = not (tensor.is_meta or is_lazy(tensor) or is_sharded(tensor))
     return known and tensor.numel() * tensor.element_size() >= LARGE

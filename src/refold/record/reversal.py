@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from refold import fx_private
 from refold.errors import BrokenTransformation, GraphEdited, NothingToUndo, OutOfOrder, WeightsChanged
-from refold.fingerprint import fingerprint
+from refold.fingerprint import fingerprint, is_sharded
 from refold.fx_private import find_tensor
 from refold.record import call_notes
 from refold.record.atomicity import atomically
@@ -21,6 +21,7 @@ from refold.record.containers import FormerItems
 from refold.record.nodes import MISSING, from_refs
 from refold.record.outside_edits import ExpectedGraph, OutsideEdit
 from refold.record.released import ReleasedMemory
+from refold.record.sharded_modules import check_removable
 from refold.record.stack import History, attach, history, settle
 from refold.record.stored_modules import revive
 from refold.weights import NoInverse, Tensors
@@ -106,10 +107,12 @@ def _undo_one(gm: GraphModule, index: int, weights: str, released: ReleasedMemor
         _check_unmapped_weights(gm, change)
     if weights == "carry":
         _check_sources_of_constants(gm, change)
+    check_removable(gm, change.label, (name for record in change.maps for name in record.map.targets.values()))
     tensors = recover_tensors(gm, change, "carry" if weights == _BELOW else weights, released)
     assert past.initial_order is not None
     rest, edits = (*past.changes[:index], *past.changes[index + 1 :]), tuple(e.after_undoing(index) for e in edits)
-    put_back(gm, change, tensors, past.initial_order, keeps_moves=any(other.moved for other in (*rest, *edits)))
+    keeps_moves = any(other.moved for other in rest) or any(edit.moved for edit in edits)
+    put_back(gm, change, tensors, past.initial_order, keeps_moves=keeps_moves)
     attach(gm, History(rest, past.initial_order, ExpectedGraph(gm.graph, edits=edits)))
 
 
@@ -200,7 +203,7 @@ def _unshare(tensors: Iterable[torch.Tensor]) -> None:
     """Give every restored tensor memory of its own, one after the other: a slice would keep the whole alive."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() > tensor.numel() * tensor.element_size():
+        if not is_sharded(tensor) and storage.nbytes() > tensor.numel() * tensor.element_size():
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 

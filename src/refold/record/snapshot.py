@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from refold import fx_private
 from refold.record.module_tree import ModuleRecord, ModuleTree
 from refold.record.released import ReleasedMemory
+from refold.record.sharded_modules import manage_parameters
 
 _TRAINABLE = attrgetter("requires_grad")
 
@@ -86,6 +87,7 @@ class Snapshot:
         for tensor, trainable in zip(self.tree.tensors, self.trainable, strict=True):
             if tensor.requires_grad != trainable:
                 tensor.requires_grad_(trainable)
+        manage_parameters(gm)
 
     @cached_property
     def nodes(self) -> dict[str, fx_private.Row]:

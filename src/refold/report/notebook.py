@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from refold.report.data import ReportData, RewriteCard
-from refold.report.text import headline, speed_sentence
+from refold.report.text import found_something, headline, speed_sentence
 from refold.report.timing_plot import timing_plot
 
 COLUMNS = ("rewrite", "status", "sites", "refused", "speed", "exactness")
@@ -22,7 +22,12 @@ def steps_table(steps: tuple[RewriteCard, ...]) -> str:
     if not steps:
         return ""
     head = "".join(f"<th>{column}</th>" for column in COLUMNS)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(step))}</tr>" for step in steps)
+    found = [cells(step) for step in steps if found_something(step)]
+    others = [step.name for step in steps if not found_something(step)]
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in found)
+    if others:
+        names = f'<td colspan="{len(COLUMNS) - 1}">{escape(", ".join(others))}</td>'
+        rows += f"<tr><td>no match, or not tried</td>{names}</tr>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 

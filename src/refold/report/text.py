@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 
 from refold.report.data import Calls, ExactnessSummary, ExecutorRow, LeftOut, Ratio, ReportData, RewriteCard, TimingBar
-from refold.wording import counted
+from refold.wording import byte_count, counted
 
 
 def summary(report: ReportData) -> str:
     """What a person wants to know first, then one line for each rewrite and each timing."""
     lines = [report.title, "=" * len(report.title), "", *(f"  {name:<9}  {text}" for name, text in headline(report))]
     if report.steps:
-        lines += ["", "rewrites", *(step_line(step) for step in report.steps)]
+        lines += ["", "rewrites", *step_lines(report.steps)]
     if report.timings:
         lines += ["", "timings", *timing_lines(report.timings)]
     if report.executors:
-        lines += ["", "executors", *(f"  {executor_line(row)}" for row in report.executors)]
+        lines += ["", "executors", *(f"  {line}" for line in executor_lines(report.executors))]
     return "\n".join([*lines, *(f"\nnote: {note}" for note in report.notes)])
 
 
@@ -29,7 +29,7 @@ def headline(report: ReportData) -> tuple[tuple[str, str], ...]:
         ("headroom", "" if report.headroom is None else report.headroom.sentence),
         ("exactness", exactness_sentence(report.exactness)),
         ("changed", changed_sentence(report)),
-        ("calls", "" if report.calls is None else calls_sentence(report.calls)),
+        ("calls", calls_sentence(report.calls)),
         ("model", model_sentence(report)),
     )
     return tuple((name, text) for name, text in facts if text)
@@ -49,8 +49,10 @@ def amount(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def calls_sentence(calls: Calls) -> str:
-    """How many calls ran the fast way, and why the others did not."""
+def calls_sentence(calls: Calls | None) -> str:
+    """How many calls ran the fast way, and why the others did not; nothing before the first one."""
+    if calls is None or calls.fast + calls.original == 0:
+        return ""
     if not calls.original:
         return f"all {calls.fast:,} ran the fast way"
     reasons = "; ".join(f"{count:,} because {reason}" for reason, count in calls.reasons)
@@ -103,6 +105,23 @@ def model_sentence(report: ReportData) -> str:
     return ", ".join(parts)
 
 
+def step_lines(steps: tuple[RewriteCard, ...]) -> list[str]:
+    """A line for each transformation that found something, and one for all others that have the same to say."""
+    others: dict[tuple[str, str], list[str]] = {}
+    for step in steps:
+        if not found_something(step):
+            others.setdefault((step.status, step.note), []).append(step.name)
+    grouped = [
+        f"  {status:<10} {', '.join(names)}{f' · {note}' if note else ''}" for (status, note), names in others.items()
+    ]
+    return [*map(step_line, filter(found_something, steps)), *grouped]
+
+
+def found_something(step: RewriteCard) -> bool:
+    """Whether a transformation saw a place that it is about."""
+    return step.status in ("kept", "taken back") or bool(step.refusals)
+
+
 def step_line(step: RewriteCard) -> str:
     parts = [f"  {step.status:<10} {step.name}", counted(len(step.sites), "site")]
     if step.gain is not None:
@@ -122,19 +141,21 @@ def timing_lines(timings: tuple[TimingBar, ...]) -> list[str]:
     return [f"  {bar.name:<{width}}  {span}  {bar.note}".rstrip() for bar, span in zip(timings, spans, strict=True)]
 
 
+def executor_lines(rows: tuple[ExecutorRow, ...]) -> list[str]:
+    """A line for each way that was timed, and one for each reason why others were not."""
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if row.choice == "not tried":
+            others.setdefault(row.why, []).append(row.name)
+    timed = [executor_line(row) for row in rows if row.choice != "not tried"]
+    return [*timed, *(f"not tried {', '.join(names)}: {why}" for why, names in others.items())]
+
+
 def executor_line(row: ExecutorRow) -> str:
     """One way to run the model: whether it was chosen, how exact it is or why it was not tried, and what it holds."""
-    held = () if row.resident is None else (f"holds {size(row.resident)}",)
-    peak = () if row.peak is None else (f"needs {size(row.peak)} during a call",)
+    held = () if row.resident is None else (f"holds {byte_count(row.resident)}",)
+    peak = () if row.peak is None else (f"needs {byte_count(row.peak)} during a call",)
     return f"{row.choice:<9} {row.name}  {', '.join((*filter(None, (row.why,)), *held, *peak))}".rstrip()
-
-
-def size(count: int) -> str:
-    """Bytes in three digits and a unit."""
-    for unit, unit_size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= unit_size:
-            return f"{count / unit_size:.3g} {unit}"
-    return f"{count} bytes"
 
 
 def duration(seconds: float) -> str:

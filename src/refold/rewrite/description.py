@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import types
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -58,7 +58,8 @@ def _object_text(value: Any, seen: tuple[int, ...]) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"function:{getattr(value, '__module__', '')}.{value.__qualname__}"
     if is_dataclass(value) and not isinstance(value, type):
-        settings = {f.name: getattr(value, f.name) for f in fields(value)}
+        unset = unset_additions(value)
+        settings = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in unset}
     else:
         settings = _attributes(value)
     return f"{class_path(type(value))}({canonical_text(settings, seen)})"
@@ -87,6 +88,18 @@ def _attributes(value: Any) -> dict[str, Any]:
 def class_path(cls: type) -> str:
     """Where a class is defined."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def added_setting(default: Any) -> Any:
+    """A setting that a class got later: while it has its default, signature and text are those of before, by which
+    changes that were stored then are found."""
+    return field(default=default, metadata={"added": True})
+
+
+def unset_additions(thing: object) -> set[str]:
+    """The settings that a dataclass got later and that have their defaults."""
+    known = fields(thing) if is_dataclass(thing) else ()
+    return {f.name for f in known if f.metadata.get("added") and getattr(thing, f.name) == f.default}
 
 
 Keep = Literal["correction", "original"]
@@ -137,9 +150,9 @@ def default_settings(cls: type) -> dict[str, Any]:
     """The settings that a class takes, each with its default value (`inspect.Parameter.empty` where it has none)."""
     parameters = inspect.signature(cls).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for field in fields(cls) if is_dataclass(cls) else ():
-        if field.default_factory is not MISSING and field.name in defaults:
-            defaults[field.name] = field.default_factory()
+    for f in fields(cls) if is_dataclass(cls) else ():
+        if f.default_factory is not MISSING and f.name in defaults:
+            defaults[f.name] = f.default_factory()
     return defaults
 
 

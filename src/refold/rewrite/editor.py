@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from refold import fx_private
-from refold.fingerprint import fingerprint
+from refold.fingerprint import fingerprint, is_sharded
 from refold.fx_private import find_tensor
 from refold.graph.aliasing import aliases
 from refold.graph.layout import VIEWS, hands_out, make_reshape
@@ -25,7 +25,7 @@ from refold.graph.targets import runs_unknown_code
 from refold.graph.view import Call
 from refold.record import call_notes
 from refold.rewrite.recorded_values import RecordedValues, copy_place
-from refold.weights import Concatenate, Operation, Tensors
+from refold.weights import Concatenate, ConcatenateBlocks, Operation, Tensors
 from refold.weights.joint_memory import joint_memory
 from refold.weights.maps import MapRecord, TensorSpec, WeightMap, apply_map, constant_record
 
@@ -160,13 +160,14 @@ class Editor:
                 fetches[role] = self.fetch(call.node, name)
         return fetches
 
-    def merged_layer(self, before: Node, calls: list[Call], path: str) -> Node:
+    def merged_layer(self, before: Node, calls: list[Call], path: str, blocks: int = 1) -> Node:
         """Insert one layer that computes the outputs of several on one input, in this order; its tensors lie at a path.
-        Layers without a bias must stand behind those that have one: the joint bias is padded where it is used."""
+        Layers without a bias must stand behind those that have one: the joint bias is padded where it is used. With
+        several blocks, each holds that part of the outputs of all layers: then all have a bias, or none."""
         biased = [call for call in calls if call.bias is not None]
-        tensors = {"weight": self._concatenate(calls, "weight", f"{path}.weight")}
+        tensors = {"weight": self._concatenate(calls, "weight", f"{path}.weight", blocks)}
         if biased:
-            tensors["bias"] = self._concatenate(biased, "bias", f"{path}.bias")
+            tensors["bias"] = self._concatenate(biased, "bias", f"{path}.bias", blocks)
         first = calls[0]
         if all(call.kind == "module" for call in calls) and len(biased) in (0, len(calls)):
             like = self.gm.get_submodule(first.path or "")
@@ -184,36 +185,44 @@ class Editor:
         args, kwargs = _arguments(first, {"input": first.input, **arguments}, {})
         return self.call(before, target, *args, **kwargs)
 
-    def _concatenate(self, calls: list[Call], role: str, name: str) -> nn.Parameter:
+    def _concatenate(self, calls: list[Call], role: str, name: str, blocks: int) -> nn.Parameter:
         """The joint tensor of one role. The originals become views of it at once, so that memory is never doubled; and
         if they are views of such a one already, for another graph of the same model, it is that one's memory."""
         operands = [call.operands[role] for call in calls]
         sources = {str(i): operand.name for i, operand in enumerate(operands)}
         dim = calls[0].out_axis if role == "weight" else 0
         widths = tuple(call.width for call in calls)
-        whole = self.map_weights(Concatenate(widths, dim), sources, {"whole": name})["whole"]
-        if dim == 0 and (joint := joint_memory([operand.tensor for operand in operands])) is not None:
+        operation = Concatenate(widths, dim) if blocks == 1 else ConcatenateBlocks(widths, dim, blocks)
+        whole = self.map_weights(operation, sources, {"whole": name})["whole"]
+        shared = dim == 0 and blocks == 1 and not is_sharded(whole)  # columns do not lie together in memory
+        if shared and (joint := joint_memory([operand.tensor for operand in operands])) is not None:
             whole = joint
-        parts = whole.split(list(widths)) if dim == 0 else ()  # columns do not lie together in memory
-        for operand, part in zip(operands, parts, strict=False):
+        for operand, part in zip(operands, whole.split(list(widths)) if shared else (), strict=False):
             if not operand.tensor.is_inference() and not operand.tensor.is_meta:
                 operand.tensor.data = part
         return nn.Parameter(whole, requires_grad=operands[0].tensor.requires_grad)
 
-    def slice_up(self, calls: list[Call], merged: Node, axis: int) -> None:
-        """Let layers be slices of a merged one along an axis, counted from the last; their own tensors go."""
-        ends = list(accumulate(call.width for call in calls))
+    def slice_up(self, calls: list[Call], merged: Node, axis: int, blocks: int = 1) -> None:
+        """Let layers be slices of a merged one along an axis, counted from the last; their own tensors go. Of several
+        blocks, which lie along the last axis, each holds a part of every slice."""
+        ends = list(accumulate(call.width // blocks for call in calls))
+        exported = calls[0].kind == "aten"
+        if blocks > 1:  # -1: on one rank of several, there is but one of the blocks
+            target = aten.unflatten.int if exported else ".unflatten"
+            merged = self._call(calls[0].node, target, merged, -1, [-1, ends[-1]])
         for call, stop in zip(calls, ends, strict=True):
-            self._become_slice(call, merged, axis, stop - call.width, stop)
+            self._become_slice(call, merged, axis, stop - call.width // blocks, stop, blocks > 1)
 
-    def _become_slice(self, call: Call, merged: Node, axis: int, start: int, stop: int) -> None:
+    def _become_slice(self, call: Call, merged: Node, axis: int, start: int, stop: int, from_blocks: bool) -> None:
         node, before = call.node, call.node.all_input_nodes
-        if call.kind == "aten":
-            node.target, node.args = aten.slice.Tensor, (merged, axis, start, stop)
-        else:
-            where: Any = (..., slice(start, stop), *[slice(None)] * (-1 - axis))
-            node.op, node.target, node.args = "call_function", operator.getitem, (merged, where)
-        node.kwargs = {}
+        exported = call.kind == "aten"
+        where: Any = (..., slice(start, stop), *[slice(None)] * (-1 - axis))
+        args: tuple[Any, ...] = (axis, start, stop) if exported else (where,)
+        target: Any = aten.slice.Tensor if exported else operator.getitem
+        if from_blocks:
+            merged = self._call(node, target, merged, *args)
+            target, args = aten.flatten.using_ints if exported else torch.flatten, (-2,)
+        node.op, node.target, node.args, node.kwargs = "call_function", target, (merged, *args), {}
         self._values.record(node)
         self.mark(node)
         make_views_reshapes(self.gm, node)

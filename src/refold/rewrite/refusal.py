@@ -11,9 +11,11 @@ from torch.fx import Node
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from refold import fx_private
+from refold.fingerprint import is_sharded
 from refold.graph.aliasing import aliases, writes_to, written_by
 from refold.graph.layout import tells_layout
 from refold.graph.view import Call, GraphView
+from refold.record.sharded_modules import is_fully_sharded
 
 _T = TypeVar("_T")
 
@@ -43,10 +45,14 @@ def plain(module: nn.Module, kinds: tuple[type, ...]) -> None:
     """Refuse a module that is not exactly what its class says."""
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise Refuse("it is lazy, and its weights have no shape before it is called for the first time")
+    if is_fully_sharded(module):
+        raise Refuse("it was given to fully_shard by itself (rewrite before that, or shard the whole graph)")
     if type(module) not in kinds:
         raise Refuse(f"it is a {type(module).__name__}, a subclass with a forward of its own")
     if fx_private.has_hooks(module):
-        raise Refuse("hooks are registered on it")
+        sharded = any(map(is_sharded, fx_private.table(module, "_parameters").values()))
+        by_torch = " (as parallelize_module does: rewrite before that)" if sharded else ""
+        raise Refuse(f"hooks are registered on it{by_torch}")
     if "forward" in module.__dict__:
         raise Refuse("its forward was replaced")
     extra = list(fx_private.table(module, "_modules"))
@@ -59,7 +65,7 @@ def plain(module: nn.Module, kinds: tuple[type, ...]) -> None:
 
 def computable(role: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that cannot be computed with freely."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and not is_sharded(tensor):
         raise Refuse(f"its {role} is a {type(tensor).__name__}")
     if tensor.is_quantized or tensor.layout != torch.strided:
         raise Refuse(f"its {role} is quantized or sparse")

@@ -12,7 +12,7 @@ from refold.record import call_notes
 from refold.record.marks import marks_of, set_marks
 from refold.record.stack import check_graph_module, history
 from refold.rewrite.application import apply_transformation
-from refold.rewrite.description import check_settings, signature_of
+from refold.rewrite.description import check_settings, signature_of, unset_additions
 from refold.rewrite.reverse_calls import reverse_by_own_means, reverse_by_record
 
 
@@ -46,7 +46,8 @@ class Transformation(ABC):
         return signature_of(self)
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
+        unset = unset_additions(self)
+        settings = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k not in unset)
         return f"{type(self).__name__}({settings})"
 
     def mark_as_transformed(self, node: Node) -> None:

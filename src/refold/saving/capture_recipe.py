@@ -87,8 +87,12 @@ def capture_again(how: Mapping[str, Any], model: Model | None, example_inputs: I
 def _settings(recorded: Any) -> dict[str, Any]:
     """The settings of `refold.trace` that change the graph; folders of older versions have none."""
     known: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
-    possible = {"dynamic": False, "whole_result": True, "operators": "python"}
-    return {name: value for name, value in possible.items() if known.get(name) == value}
+    possible: dict[str, tuple[Any, ...]] = {
+        "dynamic": (False, "all"),
+        "whole_result": (True,),
+        "operators": ("python",),
+    }
+    return {name: known[name] for name, values in possible.items() if known.get(name) in values}
 
 
 def made(model: Model, device: str | None) -> nn.Module:

@@ -17,6 +17,7 @@ from refold.errors import SaveError
 from refold.fingerprint import fingerprint
 from refold.fx_private import join_path, named_tensors, tensor_places
 from refold.record.change import Change
+from refold.record.sharded_modules import check_whole
 from refold.record.stack import check_graph_module, history
 from refold.record.stored_modules import StoredModule
 from refold.rewrite.replay import base_of, modes, names_of, replay, set_names, steps_of
@@ -46,6 +47,13 @@ def save(gm: GraphModule, folder: str | os.PathLike[str], *, shard_bytes: int = 
 def write_module(gm: GraphModule, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the weights and the recipe of a module into a folder that is being replaced."""
     check_graph_module(gm)
+    check_whole(
+        gm,
+        "a folder holds whole weights",
+        "Save refold.original_state_dict(gm) with torch.distributed.checkpoint; a process that has the same graph "
+        "whole can load that, and save the folder.",
+        SaveError,
+    )
     safetensors()
     store = Store()
     recipe = _recipe(gm, store)

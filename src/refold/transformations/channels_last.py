@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from refold.examples import layers
+from refold.fingerprint import is_sharded
 from refold.graph import layout
 from refold.graph.aliasing import writes_to
 from refold.graph.targets import name_of, runs_unknown_code
@@ -95,6 +96,8 @@ def _convolution(view: GraphView, node: Node) -> Call | None:
     call = CONVOLUTION.match(view, node, 2) or TRANSPOSED_CONVOLUTION.match(view, node, 2)
     if call is not None and rank_of(call.input) not in (None, 4):
         raise Refuse("its input has no batch dimension")
+    if call is not None and is_sharded(call.weight):
+        raise Refuse("its weight is sharded, and shards lie row by row in memory")
     return call
 
 

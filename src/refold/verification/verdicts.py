@@ -74,14 +74,19 @@ class Verification:
     @property
     def sentence(self) -> str:
         """The whole in one sentence."""
+        found = self.sentence_of_sites
+        return f"{found}; the outputs are {self.grade}" if self.outputs and self.right else found
+
+    @property
+    def sentence_of_sites(self) -> str:
+        """What is wrong, or how many places were rewritten."""
         if self.problems:
             return self.problems[0]
         wrong = [site for site in self.sites if not site.right]
         if wrong:
             return f"{len(wrong)} of {len(self.sites)} rewritten sites are wrong: {wrong[0].site}: {wrong[0].sentence}"
         many = f"{len(self.sites)} rewritten site{'s' if len(self.sites) != 1 else ''}"
-        sites = f"{many} right" if self.sites else "nothing was rewritten"
-        return f"{sites}; the outputs are {self.grade}" if self.outputs else sites
+        return f"{many} right" if self.sites else "nothing was rewritten"
 
     def __str__(self) -> str:
         head = f"{'right' if self.right else 'WRONG'}, {self.grade}: {self.sentence}"

@@ -15,6 +15,7 @@ from refold.fingerprint import same_bits
 from refold.fx_private import registered_tensors
 from refold.record.change import Change
 from refold.record.copies import working_copy
+from refold.record.sharded_modules import check_whole
 from refold.record.stack import check_graph_module, history
 from refold.rewrite.composition import Composition
 from refold.rewrite.registry import transformation_from
@@ -64,6 +65,11 @@ def verify_last(
 ) -> Verification:
     """The same for the latest `n` changes only; `before` is the module before them, if the caller has it still. Without
     `outputs` only the first question is answered, which is much cheaper."""
+    check_whole(
+        gm,
+        "sites are cut out and run alone in float64, on whole weights",
+        "Verify the same transformations on the graph before it is sharded.",
+    )
     calls = as_calls(inputs)
     given = list(transformations)
     found, start = Verification(), working_copy(check_graph_module(gm))

@@ -6,6 +6,7 @@ from refold.weights.parametric import AddLowRank, Scale
 from refold.weights.structural import (
     AppendColumn,
     Concatenate,
+    ConcatenateBlocks,
     Constant,
     Fill,
     Pad,
@@ -21,6 +22,7 @@ __all__ = [
     "AddLowRank",
     "AppendColumn",
     "Concatenate",
+    "ConcatenateBlocks",
     "Constant",
     "Fill",
     "FoldBatchNormInLayer",

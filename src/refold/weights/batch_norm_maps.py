@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from refold.weights.map_operation import NoInverse, Tensors, along
+from refold.weights.map_operation import NoInverse, OnShards, Tensors, along
 from refold.weights.parametric import ScaledWeight
 
 
@@ -49,6 +49,16 @@ class FoldBatchNormInLayer(ScaledWeight, stored_as="FoldBatchNorm"):
         new = {"weight": self.scaled(old), "bias": new_bias}
         new |= {"scale": scale, "shift": shift} if self.guard else {}
         return {role: value.to(weight.dtype) for role, value in new.items()}
+
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        cut, by_output = {"weight": axis}, {"bias": 0}
+        if self.first == "linear":
+            if axis != self.channel:
+                return OnShards(self, cut, cut)
+            vectors = dict.fromkeys(("bias", "gamma", "beta", "running_mean", "running_var"), 0)
+            return OnShards(self, cut | vectors, cut | by_output | {"scale": 0, "shift": 0})
+        is_output = axis == 1 - self.channel  # the shift is summed over the other axes
+        return OnShards(self, cut | by_output, cut | by_output) if is_output else None
 
     def from_kept(self, kept: Tensors) -> Tensors:
         scale, shift = self.scale(kept)
@@ -159,6 +169,9 @@ class FoldBatchNormInTransposed(FoldBatchNormInLayer):
     outputs run along the second axis, for the rows of that group's inputs."""
 
     groups: int = 1
+
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        return None
 
     def factor(self, values: Tensors, weight: torch.Tensor) -> torch.Tensor:
         of_groups = self.scale(values)[0].reshape(self.groups, -1)

@@ -15,7 +15,7 @@ def gradients_back(record: MapRecord, current: Tensors, values: Tensors) -> Tens
     grads = {role: tensor.grad for role, tensor in current.items() if tensor.grad is not None}
     if not grads or not {role for role, tensor in current.items() if tensor.requires_grad} <= set(grads):
         return {}
-    moved = record.map.operation.gradient_inverse(grads, values, 1)
+    moved = record.gradient_inverse(grads, values, 1)
     return {role: grad for role, grad in moved.items() if grad.shape == values[role].shape}
 
 
@@ -40,5 +40,5 @@ def _moved(record: MapRecord, earlier: Tensors) -> Tensors:
     known = {role: grad for role, grad in given.items() if grad is not None}
     if not known or not {role for role, t in sources.items() if t.requires_grad} <= set(known):
         return {}
-    moved = record.map.operation.gradient_forward(known, values, 1)
+    moved = record.gradient_forward(known, values, 1)
     return {record.map.targets[role]: grad for role, grad in moved.items()}

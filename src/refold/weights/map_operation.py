@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,16 @@ Tensors = dict[str, torch.Tensor]
 
 class NoInverse(Exception):
     """Why changed weights cannot be carried back; the caller turns it into a WeightsChanged that names the layer."""
+
+
+@dataclass(frozen=True)
+class OnShards:
+    """How each rank runs a map on its own shards: by which operation, and along which axis each tensor is cut; roles
+    that are not named are whole on every rank."""
+
+    operation: Operation
+    sources: dict[str, int]
+    targets: dict[str, int]
 
 
 class Operation(ABC):
@@ -69,6 +79,11 @@ class Operation(ABC):
     def successors(self, roles: frozenset[str]) -> dict[str, frozenset[str]]:
         """For each target, the sources that it takes the place of in an optimizer (default: all of the one target)."""
         return {}
+
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        """How ranks run this map where its weight (the first source), which has so many dims, is cut along an axis into
+        so many parts. None: they cannot without what others hold, and the tensors are gathered."""
+        return None
 
     def settings(self) -> dict[str, Any]:
         """The operation as JSON-able data; `Operation.from_settings` is its inverse."""

@@ -7,17 +7,18 @@ it makes (targets, by role). A `MapRecord` is a map that was applied: it holds w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from refold.errors import WeightsChanged
-from refold.fingerprint import fingerprint, same_bits
+from refold.fingerprint import fingerprint, is_sharded, same_bits
 from refold.weights.correction import Correction, CorrectionEncoder, apply_correction, correct_in_place
-from refold.weights.map_operation import Operation, Tensors
+from refold.weights.map_operation import NoInverse, Operation, Tensors
+from refold.weights.sharded import Sharding, assembled_parts, local_parts, plan_back, plan_forward
 from refold.weights.structural import Constant
 
 
@@ -99,6 +100,8 @@ class MapRecord:
     source_fingerprints: dict[str, str] = field(default_factory=dict)
     casts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The fingerprints that a cast of the module gives to constants: nothing else distinguishes it from a change."""
+    sharding: Sharding | None = None
+    """How the map ran on shards. All that is stored here is then of what this rank computed with."""
 
     @property
     def nbytes(self) -> int:
@@ -109,17 +112,40 @@ class MapRecord:
     def is_untouched(self, current: Tensors) -> bool:
         """Whether all targets have the very bits that this map gave them."""
         real = not any(tensor.is_meta for tensor in current.values())
-        return real and all(fingerprint(current[role]) == mark for role, mark in self.fingerprints.items())
+        return real and not self._other_than_made(self._here(current))
+
+    def _here(self, current: Tensors) -> Tensors:
+        """The targets as this rank computes with them."""
+        return local_parts(self.sharding.targets, current) if self.sharding is not None else current
+
+    def _anywhere(self, roles: Iterable[str]) -> frozenset[str]:
+        """Of the targets those that are among `roles`, on any rank."""
+        if self.sharding is None:
+            return frozenset(roles)
+        names, mine = list(self.map.targets), set(roles)
+        found = self.sharding.on_any_rank(name in mine for name in names)
+        return frozenset(name for name, is_there in zip(names, found, strict=True) if is_there)
+
+    def _other_than_made(self, here: Tensors) -> frozenset[str]:
+        return self._anywhere(role for role, mark in self.fingerprints.items() if fingerprint(here[role]) != mark)
+
+    @property
+    def _operation(self) -> Operation:
+        """What this rank computes with."""
+        return self.map.operation if self.sharding is None else self.sharding.operation
 
     def changed(self, current: Tensors) -> frozenset[str]:
         """The targets whose numbers are no longer those that this map gave them; a cast alone does not count where the
         kept tensors or the fingerprints of casts show it."""
-        differ = frozenset(role for role, mark in self.fingerprints.items() if fingerprint(current[role]) != mark)
-        differ -= {role for role in differ if _is_cast(current[role].detach(), self.casts.get(role, ()))}
+        return self._changed(self._here(current))
+
+    def _changed(self, here: Tensors) -> frozenset[str]:
+        differ = self._other_than_made(here)
+        differ -= {role for role in differ if _is_cast(here[role].detach(), self.casts.get(role, ()))}
         if not differ or any(tensor.is_meta for tensor in self.kept.values()):
             return differ
-        known = self.map.operation.from_kept({role: t.cpu() for role, t in self.kept.items()})
-        return frozenset(role for role in differ if not self._was_only_cast(role, current[role], known.get(role)))
+        known = self._operation.from_kept({role: t.cpu() for role, t in self.kept.items()})
+        return self._anywhere(role for role in differ if not self._was_only_cast(role, here[role], known.get(role)))
 
     def _was_only_cast(self, role: str, current: torch.Tensor, known: torch.Tensor | None) -> bool:
         if known is None or current.is_meta:
@@ -128,20 +154,66 @@ class MapRecord:
 
     def recover(self, current: Tensors, weights: str = "carry") -> Tensors:
         """The values of the sources, by role, from the current targets."""
-        operation = self.map.operation
-        if operation.structural:
-            return operation.inverse(current, {})
         if any(tensor.is_meta for tensor in current.values()):
             return self._on_meta_device(current)
-        narrowed = self._narrowed(current)
+        if self.sharding is not None:
+            return assembled_parts(self.sharding.sources, self._recover(self._here(current), weights))
+        sharding = plan_back(self.map.operation, self.specs, current)
+        if sharding is None:
+            return self._recover(current, weights)
+        return replace(self, sharding=sharding).recover(current, weights)
+
+    def forward(self, old: Tensors) -> Tensors:
+        """The targets of other sources, such as those of a checkpoint."""
+        sharding = self.sharding or plan_forward(self.map.operation, old)
+        if sharding is None:
+            return self.map.operation.forward(old)
+        return assembled_parts(sharding.targets, sharding.operation.forward(local_parts(sharding.sources, old)))
+
+    def gradient_forward(self, old: Tensors, values: Tensors, power: int) -> Tensors:
+        """Move gradients or their squares, by role, from the sources to the targets (see `Operation`)."""
+        operation, sharding = self.map.operation, self.sharding or plan_forward(self.map.operation, values)
+        if sharding is None:
+            return operation.gradient_forward(old, values, power)
+        if not operation.structural:  # sums run over shards
+            sharding = sharding.gathered(operation)
+        here, known = (local_parts(sharding.sources, tensors) for tensors in (old, values))
+        return assembled_parts(sharding.targets, sharding.operation.gradient_forward(here, known, power))
+
+    def gradient_inverse(self, new: Tensors, values: Tensors, power: int) -> Tensors:
+        """Move gradients or their squares, by role, from the targets to the sources (see `Operation`)."""
+        operation, sharding = self.map.operation, self.sharding or plan_back(self.map.operation, self.specs, new)
+        if sharding is None:
+            return operation.gradient_inverse(new, values, power)
+        if not operation.structural:
+            sharding = sharding.gathered(operation)
+        here, known = local_parts(sharding.targets, new), local_parts(sharding.sources, values)
+        return assembled_parts(sharding.sources, sharding.operation.gradient_inverse(here, known, power))
+
+    def kept_tensors(self) -> Tensors:
+        """The kept sources as they lay when the map was applied."""
+        return self.kept if self.sharding is None else assembled_parts(self.sharding.sources, self.kept)
+
+    def _recover(self, here: Tensors, weights: str) -> Tensors:
+        if self._operation.structural:
+            return self._operation.inverse(here, {})
+        narrowed = self._narrowed(here)
+        if self._anywhere(self.fingerprints if narrowed is None else ()):
+            narrowed = None
         if narrowed is not None:
-            return self._rounded(self._exact(narrowed), current)
+            return self._rounded(self._exact(narrowed), here)
         if weights == "original":
             return self._stored()
-        return self._carried(current, self.changed(current))
+        return self._carried(here)
 
     def _on_meta_device(self, current: Tensors) -> Tensors:
         """What a module on the meta device has: shapes without numbers."""
+        if any(map(is_sharded, current.values())):
+            sharding = self.sharding or plan_back(self.map.operation, self.specs, current)
+            parts = sharding.sources if sharding is not None else {}
+            return {role: part.without_numbers(self.dtype_now(role, current)) for role, part in parts.items()}
+        if self.map.operation.structural:
+            return self.map.operation.inverse(current, {})
         specs = self.specs.items()
         return {role: torch.empty(s.shape, dtype=self.dtype_now(role, current), device="meta") for role, s in specs}
 
@@ -164,7 +236,7 @@ class MapRecord:
         kept = {role: value.to(device) for role, value in self.kept.items()}
         if self.originals:
             return kept | self.originals
-        predicted = self.map.operation.inverse(current, kept)
+        predicted = self._operation.inverse(current, kept)
         return kept | {
             role: correct_in_place(value.to(self.specs[role].dtype).contiguous(), self.corrections[role])
             for role, value in predicted.items()
@@ -174,8 +246,11 @@ class MapRecord:
         if self.originals:
             return self.kept | self.originals
         live = {role: spec.original.get() for role, spec in self.specs.items() if role in self.source_fingerprints}
-        if all(t is not None and fingerprint(t) == self.source_fingerprints[role] for role, t in live.items()):
-            return self.kept | {role: t.detach() for role, t in live.items()}
+        if not self._anywhere(self.map.targets if any(tensor is None for tensor in live.values()) else ()):
+            here = local_parts(self.sharding.sources, live) if self.sharding is not None else live
+            differ = any(fingerprint(t) != self.source_fingerprints[role] for role, t in here.items())
+            if not self._anywhere(self.map.targets if differ else ()):
+                return self.kept | {role: t.detach() for role, t in here.items()}
         names = ", ".join(self.map.targets.values())
         raise WeightsChanged(
             f"the weights {names} were changed after the rewrite, and the original of "
@@ -184,12 +259,19 @@ class MapRecord:
             f"weights='original' to carry the change back, or rewrite with keep='original'."
         )
 
-    def _carried(self, current: Tensors, changed: frozenset[str]) -> Tensors:
-        kept = self._kept_like(current)
-        predicted = self._rounded(self.map.operation.inverse(current, kept), current)
+    def _carried(self, here: Tensors) -> Tensors:
+        kept, changed = self._kept_like(here), self._changed(here)
+        predicted = self._rounded(self._operation.inverse(here, kept), here)
         exact = {role: self._partly_exact(role, value) for role, value in predicted.items()}
-        carried = self.map.operation.carry(current, kept, exact, changed)
-        return kept | self._rounded(carried, current)
+        reason: NoInverse | None = None
+        carried: Tensors = {}
+        try:
+            carried = self._operation.carry(here, kept, exact, changed)
+        except NoInverse as error:
+            reason = error
+        if self._anywhere(self.map.targets if reason else ()):
+            raise reason or NoInverse("another rank says why its part of them cannot be carried back")
+        return kept | self._rounded(carried, here)
 
     def _partly_exact(self, role: str, predicted: torch.Tensor) -> torch.Tensor:
         """What the stored correction, or the stored original, says about a role: right where nothing changed."""
@@ -239,17 +321,21 @@ def apply_map(weight_map: WeightMap, old: Tensors, keep: str = "correction") -> 
     operation = weight_map.operation
     specs = {role: TensorSpec.of(tensor) for role, tensor in old.items()}
     old = {role: tensor.detach() for role, tensor in old.items()}
+    sharding = plan_forward(operation, old)
+    if sharding is not None:
+        operation, old = sharding.operation, local_parts(sharding.sources, old)
     new = {role: tensor.contiguous() for role, tensor in operation.forward(old).items()}
-    record = MapRecord(weight_map, specs, {role: t.dtype for role, t in new.items()})
+    record = MapRecord(weight_map, specs, {role: t.dtype for role, t in new.items()}, sharding=sharding)
     if not operation.structural:
         remember(record, old, new, keep)
-    return new, record
+    return new if sharding is None else assembled_parts(sharding.targets, new), record
 
 
 @torch.no_grad()
 def remember(record: MapRecord, old: Tensors, new: Tensors, keep: str = "correction") -> None:
-    """Store in a record of a parametric map what brings `old` back from `new`, bit for bit."""
-    operation = record.map.operation
+    """Store in a record of a parametric map what brings `old` back from `new`, bit for bit; of shards, where it ran on
+    these."""
+    operation = record.map.operation if record.sharding is None else record.sharding.operation
     kept_roles = operation.kept_roles(frozenset(old))
     record.kept = {role: old[role].clone() for role in old if role in kept_roles}
     record.fingerprints = {role: fingerprint(tensor) for role, tensor in new.items()}

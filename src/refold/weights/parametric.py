@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from refold.weights.map_operation import NoInverse, RowwiseOperation, Tensors, along, by_rows, prefer_exact
+from refold.weights.map_operation import (
+    NoInverse,
+    OnShards,
+    RowwiseOperation,
+    Tensors,
+    along,
+    by_rows,
+    prefer_exact,
+)
 
 
 class ScaledWeight(RowwiseOperation):
@@ -64,6 +72,10 @@ class Scale(ScaledWeight):
     def forward(self, old: Tensors) -> Tensors:
         return {"weight": self.scaled(old)}
 
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        scale = {"scale": 0} if axis == self.channel else {}
+        return OnShards(self, {"weight": axis} | scale, {"weight": axis})
+
     def carry(self, new: Tensors, kept: Tensors, exact: Tensors, changed: frozenset[str]) -> Tensors:
         return {"weight": self.carry_weight(new, kept, exact, "a scale is 0 in a channel whose weights were changed")}
 
@@ -102,6 +114,9 @@ class AddLowRank(RowwiseOperation):
 
     def forward(self, old: Tensors) -> Tensors:
         return {"weight": by_rows(old["weight"], lambda part, rows: part + self.product(old, rows))}
+
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        return OnShards(self, {"weight": axis} | ({"b": 0} if axis == 0 else {"a": 1}), {"weight": axis})
 
     def rows_back(self, weight: torch.Tensor, kept: Tensors) -> Callable[[torch.Tensor, slice], torch.Tensor]:
         return lambda part, rows: part - self.product(kept, rows)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from refold.weights.map_operation import NoInverse, Operation, Tensors
+from refold.weights.map_operation import NoInverse, OnShards, Operation, Tensors
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,37 @@ class Concatenate(Operation):
         parts = new["whole"].detach().split(list(self.sizes), self.dim)
         return {str(i): part for i, part in enumerate(parts)}
 
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        if axis == self.dim:
+            return None
+        return OnShards(self, dict.fromkeys(map(str, range(len(self.sizes))), axis), {"whole": axis})
+
+
+@dataclass(frozen=True)
+class ConcatenateBlocks(Concatenate):
+    """`y` is made of blocks, and block i of y is the concatenation along `dim` of the i-th parts of x₀, x₁, …; back by
+    slicing. Divided among as many ranks, y gives each the concatenation of its own parts of all x."""
+
+    blocks: int = 1
+
+    def forward(self, old: Tensors) -> Tensors:
+        parts = [old[str(i)].unflatten(self.dim, (self.blocks, -1)) for i in range(len(self.sizes))]
+        return {"whole": torch.cat(parts, self.dim + 1).flatten(self.dim, self.dim + 1)}
+
+    def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
+        blocks = new["whole"].detach().unflatten(self.dim, (self.blocks, -1))
+        parts = blocks.split([size // self.blocks for size in self.sizes], self.dim + 1)
+        return {str(i): part.flatten(self.dim, self.dim + 1) for i, part in enumerate(parts)}
+
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        operation: Operation = self
+        if axis == self.dim:
+            if self.blocks % parts:
+                return None
+            sizes = tuple(size // parts for size in self.sizes)
+            operation = ConcatenateBlocks(sizes, self.dim, self.blocks // parts)
+        return OnShards(operation, dict.fromkeys(map(str, range(len(self.sizes))), axis), {"whole": axis})
+
 
 @dataclass(frozen=True)
 class AppendColumn(Operation):
@@ -34,6 +65,9 @@ class AppendColumn(Operation):
     def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
         whole = new["weight"].detach()
         return {"weight": whole[:, :-1], "bias": whole[:, -1]}
+
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        return OnShards(self, {"weight": 0, "bias": 0}, {"weight": 0}) if axis == 0 else None
 
 
 @dataclass(frozen=True)
@@ -53,6 +87,11 @@ class Slice(Operation):
     def successors(self, roles: frozenset[str]) -> dict[str, frozenset[str]]:
         return {str(i): roles for i in range(len(self.sizes))}
 
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        if axis == self.dim:
+            return None
+        return OnShards(self, {"whole": axis}, dict.fromkeys(map(str, range(len(self.sizes))), axis))
+
 
 @dataclass(frozen=True)
 class Transpose(Operation):
@@ -63,6 +102,10 @@ class Transpose(Operation):
 
     def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
         return {"weight": new["weight"].detach().mT}
+
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        turned = {dims - 1: dims - 2, dims - 2: dims - 1}
+        return OnShards(self, {"weight": axis}, {"weight": turned.get(axis, axis)})
 
 
 @dataclass(frozen=True)
@@ -78,6 +121,9 @@ class Permute(Operation):
         back = sorted(range(len(self.axes)), key=lambda i: self.axes[i])
         return {"weight": new["weight"].detach().permute(back)}
 
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        return OnShards(self, {"weight": axis}, {"weight": self.axes.index(axis)})
+
 
 @dataclass(frozen=True)
 class Rename(Operation):
@@ -88,6 +134,9 @@ class Rename(Operation):
 
     def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
         return {"weight": new["weight"].detach()}
+
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        return OnShards(self, {"weight": axis}, {"weight": axis})
 
 
 @dataclass(frozen=True)
@@ -119,6 +168,9 @@ class Pad(Operation):
     def inverse(self, new: Tensors, kept: Tensors) -> Tensors:
         whole = new["weight"].detach()
         return {"weight": whole.narrow(self.dim, 0, whole.shape[self.dim] - self.count)}
+
+    def on_shards(self, axis: int, parts: int, dims: int) -> OnShards | None:
+        return OnShards(self, {"weight": axis}, {"weight": axis}) if axis != self.dim else None
 
 
 @dataclass(frozen=True)

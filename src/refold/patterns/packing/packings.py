@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from refold.graph.layout import hands_out
+from refold.graph.purity import drops_at_random
 from refold.graph.values import example_value, is_number
 from refold.graph.view import GraphView
 from refold.patterns.packing.grids import Grid, is_product
@@ -50,8 +51,18 @@ def find_packing(grid: Grid, zeros: bool) -> Packing:
             first = min(readers, key=view.position.__getitem__)
             members = _without(grid, members, attentions, readers)
             if not members or _products(view, members) < _products(view, wanted) / 2:
+                refuse_dropout(view)
                 raise Refuse(f"what stands at padding in {first.name} changes what is computed at real tokens")
     return Packing(grid, frozenset(members), trial.attentions, side, tuple(dict.fromkeys(trial.reads.values())))
+
+
+def refuse_dropout(view: GraphView) -> None:
+    """Refuse a graph that drops values at random: nothing that it computes can be compared."""
+    dropping = next((n for n in view.nodes if drops_at_random(view.gm, n)), None)
+    if dropping is not None:
+        raise Refuse(
+            f"{dropping.name} drops values at random, so nothing can be compared: set the model's dropout to 0"
+        )
 
 
 def _side(trial: PaddingTrial) -> tuple[str, set[Node]]:

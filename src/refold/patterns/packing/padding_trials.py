@@ -9,7 +9,6 @@ tokens are then those of the padded batch.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,14 +22,17 @@ from torch import nn
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from refold.fingerprint import is_sharded
 from refold.graph.layout import hands_out
 from refold.graph.targets import name_of
 from refold.graph.values import example_value
 from refold.nested import tensors_in
 from refold.patterns.packing.grids import HANDS_ON, Grid
 from refold.patterns.packing.token_wise import made_from, places_read, reads_tokens
+from refold.record.copies import copy_with
 from refold.rewrite.operators import Attention
 from refold.rewrite.refusal import Refuse
+from refold.weights.sharded import lay_out
 
 _ROWS = 3
 _LENGTHS = (6, 40)
@@ -357,10 +359,12 @@ def call_on_cpu(gm: nn.Module, node: Node, values: dict[Node, Any], wide: bool) 
 
     def brought(value: Any) -> Any:
         if isinstance(value, nn.Module):
-            there = not wide and all(t.device == _CPU for t in (*value.parameters(), *value.buffers()))
-            return value if there else copy.deepcopy(value).to(_CPU, torch.float64 if wide else None)
+            there = not wide and all(
+                t.device == _CPU and not is_sharded(t) for t in (*value.parameters(), *value.buffers())
+            )
+            return value if there else copy_with(value, _whole_copy).to(_CPU, torch.float64 if wide else None)
         if isinstance(value, torch.Tensor):
-            return value.detach().to(_CPU, dtypes.get(value.dtype, value.dtype))
+            return lay_out(value.detach(), None).to(_CPU, dtypes.get(value.dtype, value.dtype))
         return value
 
     args, kwargs = map_aggregate(node.args, fill), map_aggregate(node.kwargs, fill)
@@ -371,3 +375,7 @@ def call_on_cpu(gm: nn.Module, node: Node, values: dict[Node, Any], wide: bool) 
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return brought(node.target(*args, **kwargs))  # type: ignore[operator]
+
+
+def _whole_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return lay_out(tensor.detach(), None).clone()

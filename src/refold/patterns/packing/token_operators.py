@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refold.errors import RefoldError
+
 _LIBRARY = torch.library.Library("refold", "DEF")
 _SCHEMAS = {
     "token_plan": "(Tensor mask, SymInt rows, SymInt length, str side, float most, Tensor[] read_rows, "
@@ -47,7 +49,13 @@ def real_tokens(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _token_plan(
-    mask: Tensor, rows: int, length: int, side: str, most: float, read_rows: list[Tensor], read_positions: list[Tensor]
+    mask: Tensor,
+    rows: int,
+    length: int,
+    side: str,
+    most: float,
+    read_rows: list[Tensor] | None,
+    read_positions: list[Tensor] | None,
 ) -> Tensor:
     """The places of the real tokens; all places where the mask is not understood, a row has no token, padding does not
     stand on the side that is needed ('any', 'right' or 'left'), a place that is read of itself is no real one, or more
@@ -55,7 +63,7 @@ def _token_plan(
     everything = torch.arange(rows * length, device=mask.device)
     if not lies_on_grid(mask, rows, length):
         return everything
-    real, sound = sound_tokens(mask, side, read_rows, read_positions)
+    real, sound = sound_tokens(mask, side, read_rows or [], read_positions or [])  # ahead-of-time code gives None
     pays = real.sum() <= most * rows * length
     return real.flatten().nonzero().squeeze(1) if bool(sound & pays) else everything
 
@@ -82,6 +90,11 @@ def sound_tokens(
 
 
 def _fake_token_plan(mask: Tensor, *rest: Any) -> Tensor:
+    if torch.onnx.is_in_onnx_export():
+        raise RefoldError(
+            "A graph without padding cannot be exported to ONNX, which has no operators for packed tokens: take "
+            "RemovePadding back first (refold.undo), or export the model itself."
+        )
     tokens = torch.library.get_ctx().new_dynamic_size(min=0)
     return mask.new_empty((tokens,), dtype=torch.int64)
 

@@ -94,7 +94,7 @@
     byId("subtitle").append([data.model.class_name, machine, data.created].filter(Boolean).join("  ·  "));
     byId("tiles").append(speedTile(), exactTile(), changeTile(), modelTile());
     showLeftOut();
-    if (data.headroom) byId("notes").append(el("p", { class: "note" }, data.headroom.sentence));
+    if (data.headroom) byId("notes").append(el("p", { class: "note" }, `Headroom: ${data.headroom.sentence}`));
     for (const note of data.notes) byId("notes").append(el("p", { class: "note" }, note));
     showTimings();
   }

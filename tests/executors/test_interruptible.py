@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 import refold
-from refold.executors import Plain, catalogue
-from refold.optimization import interruptible
-from refold.optimization.interruptible import interruptibly
+from refold.executors import Plain, catalogue, interruptible
+from refold.executors.interruptible import interruptibly
 from refold.testing.model_faults import ModelFacts
 
 X = torch.randn(3, 8)
@@ -34,7 +33,7 @@ class Net(nn.Module):
 class Blocked(Plain):
     """Prepares outside of Python, where no interrupt arrives, until it is let go."""
 
-    name, is_python = "blocked", False
+    name, hears_interrupts = "blocked", False
 
     def __init__(self) -> None:
         self.begun, self.let_go, self.thread = threading.Event(), threading.Event(), threading.current_thread()

@@ -1,8 +1,9 @@
-"""Work that Ctrl-C ends at once, wherever it is: it runs in a thread of its own, and the caller waits.
+"""Work outside of Python that Ctrl-C ends at once: it runs in a thread of its own, and the caller waits.
 
 Python raises an interrupt between two of its own instructions, and engines compile for seconds outside of Python, or
 take the interrupt for a failure of theirs. So the caller waits and hears it; the thread is told to stop, and where it
-does not within a moment, it is left behind: what it makes is dropped.
+does not within a moment, it is left behind: what it makes is dropped. (Exports are Python and stay in the caller's
+thread: they change what all threads share, and put it back.)
 """
 
 from __future__ import annotations

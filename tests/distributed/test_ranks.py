@@ -1,0 +1,23 @@
+"""Sharded models on several ranks do what one process does: gloo on this machine, one set of processes each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing
+from checks_on_ranks import ON_ANY_NUMBER, ON_FOUR, run_on_rank
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sharded_models_do_what_one_process_does(ranks: int, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run_on_rank, (ranks, str(tmp_path)), nprocs=ranks)
+    wanted = [check.__name__ for check in [*ON_ANY_NUMBER, *(ON_FOUR if ranks == 4 else ())]]
+    assert [(tmp_path / f"passed.{rank}").read_text().split() for rank in range(ranks)] == [wanted] * ranks
+
+
+def test_nothing_of_it_is_loaded_with_refold() -> None:
+    code = "import sys, refold; sys.exit('torch.distributed.tensor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
