@@ -153,6 +153,32 @@ def test_refreshing_prepares_all_kinds_anew_and_they_share_weights_again() -> No
     assert len(merged_at(fast)) == 1 and fast.report.calls.fast == 2
 
 
+class Gated(nn.Module):
+    """Only one kind of call has layers to merge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, gate: bool = False) -> torch.Tensor:
+        return self.query(x) * self.key(x) if gate else self.query(x)
+
+
+def test_what_one_kind_merges_is_no_change_to_another() -> None:
+    torch.manual_seed(0)
+    model, x = Gated().eval(), torch.randn(3, 4)
+    fast = refold.optimize(model, [{"x": x}, {"x": x, "gate": True}], **QUICK)
+    with torch.no_grad():
+        assert fast.refresh() == []
+        for scale in (3.0, 0.5):
+            model.query.weight.mul_(scale)
+            fast.refresh()
+            assert fast.refresh() == [], "made anew, no kind has changed what another one reads"
+            for gate in (False, True):
+                assert torch.allclose(fast(x, gate), copy.deepcopy(model)(x, gate), atol=1e-5)
+    assert (fast.report.calls.fast, fast.report.calls.original) == (4, 0)
+
+
 def test_every_kind_follows_a_move() -> None:
     fast, alone = prepared(CALLS[1])
     with pytest.warns(FellBack, match="moved or cast"):

@@ -48,18 +48,31 @@ class Preparation:
 
     def first(self) -> Prepared:
         """What is prepared at first, with everything that is tried."""
-        with self.surroundings.entered():
-            return self.prepare(self.job, self.others)
+        return self._prepared(self.job, self.others)
 
-    def anew(self, before: Prepared | None, *, is_quick: bool = False) -> Prepared:
-        """What is prepared for the model as it is now, by the executor that was chosen before; quickly, with the
-        rewrites that were kept before, and nothing is measured against anything."""
+    def anew(self, before: Prepared | None) -> Prepared:
+        """What is prepared for the model as it is now, by the executors that were chosen before."""
         job, others = self._here()
-        if before is not None:
-            job = _as_before(job, before)
-        if before is not None and is_quick:
-            kept = tuple(each for each in job.pipeline if each.signature in before.rewrites)
-            job = replace(job, pipeline=kept, effort="quick")
+        return self._prepared(job if before is None else _as_before(job, before), others)
+
+    def with_other_weights(self, before: Prepared) -> Prepared:
+        """The same made again for other weights: the rewrites that were kept, and nothing is measured."""
+        job, others = self._here()
+        kept = tuple(each for each in job.pipeline if each.signature in before.rewrites)
+        return self._prepared(replace(_as_before(job, before), pipeline=kept, effort="quick", cache=None), others)
+
+    def like(self, first: Prepared) -> Prepared:
+        """What is prepared for calls of another kind than the first: by the executors that were chosen for that, and
+        without the rewrites that were reverted there. Where there is nothing to go by, everything is tried."""
+        job, others = self._here()
+        job = _as_before(job, first)
+        if job.known:
+            reverted = {step.signature for step in first.report.steps if step.status == "taken back"}
+            pipeline = tuple(each for each in job.pipeline if str(each.signature) not in reverted)
+            job = replace(job, pipeline=pipeline, effort="quick")
+        return self._prepared(job, others)
+
+    def _prepared(self, job: Job, others: Sequence[CallArguments]) -> Prepared:
         with self.surroundings.entered():
             return self.prepare(job, others)
 
@@ -68,8 +81,7 @@ class Preparation:
         job, others = self._here()
         pipeline = tuple(each for each in job.pipeline if each.signature in kept)
         job = replace(job, pipeline=pipeline, backend=Plain.name, effort="quick", cache=None)
-        with self.surroundings.entered():
-            prepared = replace(all_or_nothing(job.model, lambda: self.prepare(job, others)), is_for_now=True)
+        prepared = replace(all_or_nothing(job.model, lambda: self._prepared(job, others)), is_for_now=True)
         if prepared.graph_module is None:
             raise RefoldError(" ".join(prepared.report.notes))
         return prepared

@@ -7,6 +7,7 @@ the same contents, what was prepared before goes on with a copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,8 +77,10 @@ def further_kind(kinds: Sequence[Kind], calls: Sequence[CallArguments]) -> Kind 
     if len(kinds) >= MOST_KINDS:
         raise _too_many(len(kinds) + 1)
     preparation = first.preparation.for_calls(calls)
-    with moving_weights([way.watch for each in known for way in each.ways]):
-        prepared = all_or_nothing(preparation.job.model, lambda: preparation.anew(first.prepared))
+    assert first.prepared is not None
+    example = first.prepared
+    with _beside(known):
+        prepared = all_or_nothing(preparation.job.model, lambda: preparation.like(example))
     by_adapters = any(each.why_not(call) is None for each in known)
     otherwise = "with these adapters active" if by_adapters else "of these other sizes"
     return Kind(preparation, prepared, _difference(first.preparation, preparation) or otherwise)
@@ -94,15 +97,26 @@ def refreshed(kinds: Sequence[Kind]) -> tuple[list[Prepared], list[str]]:
 
     def work() -> list[Prepared]:
         undo_all(before)
-        is_quick = set(changes) == {WEIGHTS_CHANGED}
         made: list[Prepared] = []
         for kind in kinds:
-            known = kind.prepared or (made[0] if made else None)
-            is_same = is_quick and kind.prepared is not None
-            made.append(_reported(kind.preparation.anew(known, is_quick=is_same), kind.prepared))
+            with _beside(made):
+                made.append(_made_again(kind, made, is_quick=set(changes) == {WEIGHTS_CHANGED}))
         return made
 
     return all_or_nothing(kinds[0].preparation.job.model, work), changes
+
+
+def _made_again(kind: Kind, made: Sequence[Prepared], *, is_quick: bool) -> Prepared:
+    """What is prepared for one kind, once more; like the first where nothing is left of it."""
+    if kind.prepared is None:
+        return kind.preparation.like(made[0]) if made else kind.preparation.anew(None)
+    again = kind.preparation.with_other_weights if is_quick else kind.preparation.anew
+    return _reported(again(kind.prepared), kind.prepared)
+
+
+def _beside(others: Sequence[Prepared]) -> AbstractContextManager[None]:
+    """Weights may be given other memory inside, and what was prepared for other kinds goes on."""
+    return moving_weights([way.watch for each in others for way in each.ways])
 
 
 def _rests(kind: Kind, kinds: Sequence[Kind]) -> bool:
