@@ -55,7 +55,7 @@ def test_a_recipe_gives_an_equal_transformation_back(transformation: refold.Tran
 
 def test_default_values() -> None:
     assert default_settings(Many)["names"] == ["a"] and default_settings(Many)["side"] is Side.LEFT
-    assert list(default_settings(Required)) == ["what"] and default_settings(refold.MergeLinears) == {}
+    assert list(default_settings(Required)) == ["what"] and default_settings(refold.FuseBiasInLinear) == {}
 
 
 @pytest.mark.parametrize(
