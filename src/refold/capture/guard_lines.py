@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import ShapeGuard, SLoc, detect_fake_mode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, ShapeGuardPythonPrinter
 
 from refold.capture.failure import model_line
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 class _Guards(list[ShapeGuard]):
@@ -34,6 +36,8 @@ def conditions_of(inputs: Sequence[Any]) -> Iterator[tuple[str, str]]:
     sizes = _sizes_of(inputs)
     if sizes is None:
         return
+    from torch.fx.experimental.symbolic_shapes import ShapeGuardPythonPrinter  # symbolic algebra takes long to load
+
     sources = sizes.var_to_sources
     printer = ShapeGuardPythonPrinter(sources, lambda source: source.name, sources)
     for guard in sizes.guards:

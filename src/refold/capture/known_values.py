@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -152,6 +151,8 @@ class KnownValues(TorchFunctionMode):
 
     def _open(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> Any:
         """A selection may hold any number of elements; torch's checks for 0 or 1 of them get the answer no."""
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # symbolic algebra takes long to load
+
         for tensor in tensors_in(result):
             for size in tensor.shape:
                 if isinstance(size, torch.SymInt) and free_unbacked_symbols(size) and size.node.expr.is_Symbol:

@@ -18,6 +18,7 @@ from refold.errors import WrongInput
 from refold.fingerprint import flat_bytes, raw_bytes
 
 PIECE = 8 << 20
+_COMPARED = 1 << 20
 Tell = Callable[[int], None]
 """Told how many bytes were done; raises `Stopped` where others have failed meanwhile."""
 _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
@@ -125,8 +126,8 @@ def equal_runs(left: OpenFiles, a: Placed, right: OpenFiles, b: Placed) -> bool:
     """Whether two tensors in files have the same bytes."""
     if a.kind.nbytes != b.kind.nbytes:
         return False
-    buffers = [torch.empty(min(PIECE, a.kind.nbytes), dtype=torch.uint8) for _ in range(2)]
-    for start in range(0, a.kind.nbytes, PIECE):
+    buffers = [torch.empty(min(_COMPARED, a.kind.nbytes), dtype=torch.uint8) for _ in range(2)]
+    for start in range(0, a.kind.nbytes, _COMPARED):
         parts = [buffer[: a.kind.nbytes - start] for buffer in buffers]
         for files, placed, part in ((left, a, parts[0]), (right, b, parts[1])):
             _read_part(files, placed, start, raw_bytes(part))
@@ -140,11 +141,11 @@ def equal_values(files: OpenFiles, placed: Placed, tensor: torch.Tensor) -> bool
     flat = flat_bytes(tensor)
     if len(flat) != placed.kind.nbytes:
         return False
-    buffer = torch.empty(min(PIECE, len(flat)), dtype=torch.uint8)
-    for start in range(0, len(flat), PIECE):
+    buffer = torch.empty(min(_COMPARED, len(flat)), dtype=torch.uint8)
+    for start in range(0, len(flat), _COMPARED):
         part = buffer[: len(flat) - start]
         _read_part(files, placed, start, raw_bytes(part))
-        if not torch.equal(part, flat[start : start + PIECE]):
+        if not torch.equal(part, flat[start : start + _COMPARED]):
             return False
     return True
 
