@@ -560,14 +560,18 @@ def remove_fsdp_hooks(module: nn.Module, live: list[Any]) -> None:
         del hooks[key]
 
 
-def fsdp_param(group: Any, module: nn.Module, key: str, tensor: Any) -> Any:
-    """What a group needs to know about a parameter that lies sharded in a module already."""
+def fsdp_param(group: Any, entries: list[tuple[nn.Module, str, Any]]) -> Any:
+    """What a group needs to know about a parameter that lies sharded in modules already, under these names."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
 
+    tensor = entries[0][2]
     like = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor.requires_grad)
     placement = next(p for p in tensor.placements if p.is_shard())
     settings = (group.mesh_info, group.post_forward_mesh_info, group.device, lambda _: placement)
-    made = FSDPParam(like, ParamModuleInfo(module, key), *settings, group.mp_policy, group.offload_policy)
-    table(module, "_parameters")[key] = tensor
+    others = [module for module, _, _ in entries[1:]], [key for _, key, _ in entries[1:]]
+    place = ParamModuleInfo(*entries[0][:2], *others)
+    made = FSDPParam(like, place, *settings, group.mp_policy, group.offload_policy)
+    for module, key, _ in entries:
+        table(module, "_parameters")[key] = tensor
     made.reset_sharded_param()
     return made

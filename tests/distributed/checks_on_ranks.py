@@ -244,6 +244,24 @@ def check_groups(mesh: DeviceMesh) -> None:
     assert_close(gm(x), model(x))
 
 
+def check_ties(mesh: DeviceMesh) -> None:
+    x, model = rows(), nn.Sequential(gated(), gated())
+    model[1].out.weight = model[0].out.weight
+    wanted = model(x).detach()
+    gm = symbolic_trace(model)
+    fully_shard(gm, mesh=mesh)
+    before = dict(gm.named_parameters())
+    gm(x)
+    refold.MergeLinears()(gm)
+    assert len(refold.history(gm)) == 1
+    assert_close(gm(x).detach(), wanted)
+    refold.undo(gm)
+    assert_same_objects(gm, before)
+    assert gm.get_parameter("1.out.weight") is gm.get_parameter("0.out.weight")
+    gm(x).sum().backward()
+    assert_close(gm(x).detach(), wanted)
+
+
 def check_changes_on_one_rank(mesh: DeviceMesh) -> None:
     """Only the first rank's shards are changed; all ranks carry that back alike, or all refuse."""
     gm, one = symbolic_trace(everything()), rewrites()(symbolic_trace(everything()))
@@ -558,6 +576,7 @@ ON_ANY_NUMBER: list[Check] = [
     check_fsdp_training,
     check_gradients,
     check_groups,
+    check_ties,
     check_changes_on_one_rank,
     check_refusals_agree,
     check_interrupts,

@@ -62,21 +62,28 @@ def manage_parameters(gm: Any) -> None:
         delattr(type(gm), name)  # compiling a graph puts them on FSDP's class, where they call themselves forever
     groups = fx_private.fsdp_groups(gm)
     before = [managed for group in groups for managed in group.fsdp_params]
-    live = {(id(module), key): (module, key, tensor) for module, key, tensor in _own_parameters(gm)}
-    places = {id(managed): fx_private.fsdp_place(managed) for managed in before}
-    stay = {places[id(m)]: m for m in before if live.get(places[id(m)], (None,))[-1] is m.sharded_param}
-    new = [(_group_of(entry[2], groups), entry) for place, entry in live.items() if place not in stay]
-    made = [(group, fx_private.fsdp_param(group, *entry)) for group, entry in new]
-    for group in groups if new else ():
-        group.fsdp_params = [m for m in group.fsdp_params if stay.get(places[id(m)]) is m]
+    live: dict[int, list[tuple[nn.Module, str, Any]]] = {}  # a tied parameter lies in several places
+    for entry in _own_parameters(gm):
+        live.setdefault(id(entry[2]), []).append(entry)
+    stay = {id(m.sharded_param): m for m in before if fx_private.fsdp_place(m) in _places(live, m.sharded_param)}
+    new = [(_group_of(entries[0][2], groups), entries) for key, entries in live.items() if key not in stay]
+    if not new and len(stay) == len(before):
+        return
+    made = [(group, fx_private.fsdp_param(group, entries)) for group, entries in new]
+    gone = [managed for managed in before if stay.get(id(managed.sharded_param)) is not managed]
+    for group in groups:
+        group.fsdp_params = [m for m in group.fsdp_params if not any(m is other for other in gone)]
         group.fsdp_params += [managed for its_group, managed in made if its_group is group]
         group._init_mp_dtypes()
         fx_private.hook_states_again(group)
-    for group, (module, _, _) in new:
-        fx_private.remove_fsdp_hooks(module, group.fsdp_params)
-    for managed in before if new else ():
-        if stay.get(places[id(managed)]) is not managed:
-            vars(managed).clear()  # a module that was removed, and may come back, still has its hook
+    for group, entries in new:
+        fx_private.remove_fsdp_hooks(entries[0][0], group.fsdp_params)
+    for managed in gone:
+        vars(managed).clear()  # a module that was removed, and may come back, still has its hook
+
+
+def _places(live: dict[int, list[tuple[nn.Module, str, Any]]], tensor: Any) -> set[tuple[int, str]]:
+    return {(id(module), key) for module, key, _ in live.get(id(tensor), ())}
 
 
 def _group_of(tensor: Any, groups: list[Any]) -> Any:
