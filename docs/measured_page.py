@@ -137,16 +137,25 @@ def scale(found: dict[str, Any]) -> Iterator[str]:
     yield "## Beyond one machine"
     yield f"From `benchmarks/scale.py` ({machine['device']}, {machine['cores']} cores, {versions})."
     if "plan" in found:
-        yield "A Llama of the shape of 70 B captured on the meta device, with the plan of `MergeLinears` "
-            "(one thread; where others use the machine, the processor's own seconds say what the work costs):"
+        yield (
+            "A Llama of the shape of 70 B captured on the meta device, with the plan of `MergeLinears` (one thread; "
+            "where others use the machine, the processor's own seconds say what the work costs):"
+        )
         rows = [
             (
-                *(str(row["layers"]), f"{row['parameters'] / 1e9:.1f} B", f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}"),
+                *(
+                    str(row["layers"]),
+                    f"{row['parameters'] / 1e9:.1f} B",
+                    f"{row['seconds']:.1f}",
+                    f"{row['cpu_seconds']:.1f}",
+                ),
                 *(f"{row['cpu_seconds'] / row['layers']:.3f}", f"{row['megabytes']:.0f} MB"),
             )
             for row in found["plan"]["rows"]
         ]
-        yield table(("layers", "parameters", "seconds", "of the processor", "of the processor, a layer", "peak memory"), rows)
+        yield table(
+            ("layers", "parameters", "seconds", "of the processor", "of the processor, a layer", "peak memory"), rows
+        )
     if "convert" in found:
         yield conversion(found["convert"])
     if "kills" in found:
