@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import types
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,23 @@ def test_copies_train_their_own_parameters_and_pickles_are_plain(pair: Any) -> N
     assert zero.item() == pytest.approx(torch.tensor(3.0).log().item())  # three classes alike
     assert expected.item() != zero.item() and loaded(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert loaded.forward.__func__ is type(packed).forward
+    assert inspect.signature(packed.forward) == inspect.signature(loaded.forward)
+
+
+def test_a_copy_of_a_forward_that_others_wrapped_runs_its_own_graph(pair: Any) -> None:
+    """As accelerate wraps it for mixed precision: a method that is made from the function of the one before."""
+    packed, batch = pair[1], batches()[0]
+    before = packed.forward
+    packed.forward = types.MethodType(torch.autocast("cpu", dtype=torch.bfloat16)(before.__func__), packed)
+    try:
+        copied = copy.deepcopy(packed)
+    finally:
+        packed.forward = before
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert copied(**batch).loss.item() == pytest.approx(torch.tensor(3.0).log().item(), rel=1e-2)
+    assert copied._refold_training.calls.fast == 1
 
 
 def test_another_call_runs_the_models_own_code_and_says_so(pair: Any) -> None:

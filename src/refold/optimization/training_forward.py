@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from refold.transformations.remove_padding import RemovePadding
 from refold.verification.verifier import verify_last
 
 _WAY_OUT = "The graph is made for the first call in training mode; call .restore() and train_without_padding again"
+_PLACE = "_refold_training"
+"""Where a model keeps what its forward runs."""
 _NO_MASK = "no input of this call is a mask that some of the work can be left out by"
 
 
@@ -42,19 +46,24 @@ def train_without_padding(model: nn.Module, *, padding: str = "exact", on_fallba
     """
     if padding not in ("exact", "zeros"):
         raise RefoldError(f"padding must be 'exact', or 'zeros' for outputs that are not read there, not {padding!r}.")
-    if isinstance(vars(model).get("forward"), TrainingForward):
+    if vars(model).get(_PLACE) is not None:
         raise RefoldError("the model leaves padding out already; call .restore() on what was returned for it first.")
-    forward = TrainingForward(model, padding, Fallbacks(on_fallback, _WAY_OUT))
-    model.forward = forward
-    return forward
+    training = TrainingForward(model, padding, model.forward, Fallbacks(on_fallback, _WAY_OUT))
+
+    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return vars(model)[_PLACE](*args, **kwargs)  # of the model that is called, which may be a copy
+
+    functools.update_wrapper(forward, getattr(model.forward, "__func__", model.forward))
+    vars(model)[_PLACE] = training
+    model.forward = types.MethodType(forward, model)
+    return training
 
 
 class TrainingForward:
     """The forward of a model: a graph without padding in training mode, and the model's own code elsewhere."""
 
-    def __init__(self, model: nn.Module, padding: str, fallbacks: Fallbacks) -> None:
-        functools.update_wrapper(self, model.forward)  # signature and name, for those who ask
-        self.model, self.padding = model, padding
+    def __init__(self, model: nn.Module, padding: str, original: Callable[..., Any], fallbacks: Fallbacks) -> None:
+        self.model, self.padding, self.original = model, padding, original
         self.graph_module: GraphModule | None = None
         """The graph that runs, with its history; None until the first call in training mode."""
         self._own = vars(model).get("forward")
@@ -68,31 +77,34 @@ class TrainingForward:
     def restore(self) -> nn.Module:
         """Give the model its own forward again. Its parameters are those that were trained."""
         vars(self.model).pop("forward", None)
+        vars(self.model).pop(_PLACE, None)
         if self._own is not None:
             self.model.forward = self._own
         return self.model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.model.training:
-            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+            return self.original(*args, **kwargs)
         if self.graph_module is None:
             self._capture(args, kwargs)
         try:
             args, kwargs = self._taken(args, kwargs)
         except UnsupportedInput as unsupported:
             self._fallbacks.count(str(unsupported), is_expected=False)
-            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+            return self.original(*args, **kwargs)
         self._fallbacks.count_fast()
         return self.graph_module(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingForward:
         """A copy of the model leaves padding out by a graph of its own parameters."""
-        copied = copy.deepcopy(self.model, memo)  # what is being copied, where this is copied with it
-        return TrainingForward(copied, self.padding, Fallbacks(self._fallbacks.policy, _WAY_OUT))
+        model, original = copy.deepcopy((self.model, self.original), memo)  # the copy that this is made for
+        copied = TrainingForward(model, self.padding, original, Fallbacks(self._fallbacks.policy, _WAY_OUT))
+        copied._own = copy.deepcopy(self._own, memo)
+        return copied
 
     def __reduce__(self) -> Any:
         """A model that is pickled is stored with its own forward."""
-        return getattr, (self.model, "forward")  # a model that is being loaded has that of its class
+        return type(None), ()
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call in the spelling of the captured one; `UnsupportedInput` says why the graph does not take it."""
@@ -111,7 +123,7 @@ class TrainingForward:
                 gm = _without_padding(self.model, args, kwargs, self.padding)
         finally:
             self.model.forward = placed
-        self._spelling = Spelling(self.__wrapped__, args, kwargs)  # type: ignore[attr-defined]
+        self._spelling = Spelling(self.original, args, kwargs)
         self._spec = InputSpec.of(args, kwargs, open_sizes=True)
         self._watch = Watch([], gm, reads_live_weights=True).watch_modules(self.model)
         self.graph_module = gm
