@@ -11,10 +11,12 @@ import contextlib
 import doctest
 import importlib
 import io
+import os
 import re
 import shlex
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +45,15 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [Block(m["code"], text.count("\n", 0, m.start()) + 2, m["output"]) for m in _BLOCK.finditer(text)]
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """What a page sets is its own: another test must not write into the cache of a page."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def run(page: Path, block: Block, namespace: dict[str, object]) -> str:
