@@ -20,7 +20,7 @@ import torch
 torch.set_num_threads(1)
 os.environ["REFOLD_CACHE"] = "off"  # the user's own is neither read nor written; tests of it have one of their own
 
-SLOW_FROM = 0.2
+SLOW_FROM = 0.14
 SLOW_TESTS = Path(__file__).parent / "slow.txt"
 
 
