@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -338,3 +339,17 @@ def test_families_are_packed_verified_and_restored(family: str) -> None:
         assert float(difference.abs().max()) < 1e-13, kind
     refold.undo(gm)
     assert gm.code == code
+
+
+def test_a_classifier_that_leaves_padding_out_is_saved_and_loaded(tmp_path: Path) -> None:
+    settings = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    model = tf.BertForSequenceClassification(tf.BertConfig(num_hidden_layers=1, **settings)).eval()
+    mask = (torch.arange(7) < torch.tensor([7, 3, 4])[:, None]).long()
+    call = {"input_ids": torch.randint(1, 50, mask.shape) * mask, "attention_mask": mask}
+    with torch.no_grad():
+        gm = RemovePadding()(refold.trace(model, dynamic="auto", **call))
+        assert refold.history(gm)
+        refold.save(gm, tmp_path / "packed")
+        loaded = refold.load(tmp_path / "packed", model)
+        assert loaded.code == gm.code and torch.equal(loaded(**call).logits, gm(**call).logits)

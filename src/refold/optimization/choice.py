@@ -111,7 +111,7 @@ def choose(job: Job, rewritten: Rewritten, as_called: AsCalled) -> ExecutorChoic
     comparison = measure_many(
         candidates,
         job.inputs,
-        time_budget=_seconds(job),
+        time_budget=max(_seconds(job), _MEASURE_SECONDS[job.effort]) if job.budget.is_usual else _seconds(job),
         baseline=ORIGINAL,
         keep=[ORIGINAL],
         until_decided=True,

@@ -364,7 +364,7 @@ def call_on_cpu(gm: nn.Module, node: Node, values: dict[Node, Any], wide: bool) 
             )
             return value if there else copy_with(value, _whole_copy).to(_CPU, torch.float64 if wide else None)
         if isinstance(value, torch.Tensor):
-            return lay_out(value.detach(), None).to(_CPU, dtypes.get(value.dtype, value.dtype))
+            return _valued(lay_out(value.detach(), None)).to(_CPU, dtypes.get(value.dtype, value.dtype))
         return value
 
     args, kwargs = map_aggregate(node.args, fill), map_aggregate(node.kwargs, fill)
@@ -378,4 +378,15 @@ def call_on_cpu(gm: nn.Module, node: Node, values: dict[Node, Any], wide: bool) 
 
 
 def _whole_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return lay_out(tensor.detach(), None).clone()
+    return _valued(lay_out(tensor.detach(), None).clone())
+
+
+def _valued(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor; one without values (a model without weights, a recipe that is tried) is given some: random numbers, the
+    same every time, and zeros where they are whole."""
+    if not tensor.is_meta:
+        return tensor
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    generator = torch.Generator().manual_seed(tensor.numel())
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
