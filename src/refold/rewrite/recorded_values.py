@@ -72,7 +72,8 @@ class RecordedValues:
         """A tensor of the same kind without data. (One that is made from it would keep it alive.)"""
         if tensor is None or self._sample is None:
             raise _Unknown
-        device = "meta" if _is_meta(self._sample) else tensor.device
+        of_sample = _is_meta(self._sample) or tensor.is_meta  # weights that are not there yet lie where the inputs do
+        device = self._sample.device if of_sample else tensor.device
         empty = self._sample.new_empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return empty.requires_grad_(tensor.requires_grad)
 
