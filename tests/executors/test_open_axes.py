@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 import refold
@@ -19,7 +20,6 @@ from refold.executors.open_axes import MOST, OpenAxes
 from refold.executors.requirements import index_guard, inputs_of
 from refold.executors.sized_cuda_graphs import SizedCudaGraphs
 from refold.executors.sized_program import at_sizes
-from refold.executors.torch_compile import OpenRunner
 
 PLACES, WORDS = 64, 50
 SIZES = ((3, 16), (1, 16), (5, 40), (2, 7), (1, 2), (2, PLACES), (7, 7))
@@ -121,15 +121,19 @@ def test_an_engine_for_any_size(captured: Any, name: str) -> None:
 def test_code_that_is_compiled_once_for_any_size(captured: Any) -> None:
     model, gm = captured
     run = executor_named("compile-open").prepare(gm, (), call(3, 16))
-    inner = run.run
-    assert isinstance(inner, OpenRunner)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for sizes in SIZES:
-            agree(model, run, sizes)
-    one = call(1, 16)
-    with torch.no_grad(), pytest.raises(inner.would_compile):  # code for one row would be other code
-        inner.compute(list(one.values()))
-    agree(model, inner, (1, 16))
+    calls: list[torch.Size] = []
+    counter = gm.register_forward_pre_hook(  # the code is compiled without it
+        lambda module, args, kwargs: calls.append(kwargs["ids"].shape), with_kwargs=True
+    )
+    compiled = counters["stats"]["unique_graphs"]
+    for sizes in SIZES:
+        agree(model, run, sizes)
+    assert calls == [sizes for sizes in SIZES if 1 in sizes], "for one row, code would be other code: the graph runs"
+    calls.clear()
+    agree(model, run.run, (1, 16))
+    counter.remove()
+    assert calls == [(1, 16)], "and the compiled code does not let it through either"
+    assert counters["stats"]["unique_graphs"] == compiled, "no call compiles"
 
 
 class Foreign(Executor):

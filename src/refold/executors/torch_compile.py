@@ -142,34 +142,14 @@ class CompileOnce(_Inductor):
         for index, dim in axes.places():
             torch._dynamo.mark_dynamic(apart[index], dim)
         options = {**(self.options or {}), "guard_filter_fn": _guards_on_sizes}
-        once: Any = {"fullgraph": True, "recompile_limit": 1}
-        compiled = torch.compile(_own_code(module), options=options, **once)
-        runner = OpenRunner(spec, module, compiled, tree, tensors)
+        compiled = torch.compile(_own_code(module), fullgraph=True, options=options)
+        runner = FrozenRunner(spec, module, compiled, tree, tensors)
         with torch.no_grad(), _failures_named(self.name):
-            runner.compute(apart)
-            runner.compute(tensors)
+            runner.run(apart)
+            with torch.compiler.set_stance("fail_on_recompile"):
+                runner.run(tensors)
+        runner.compiled = torch._dynamo.run(compiled)  # what the guards do not let through runs the module
         return prepare_compiled(self, module, args, kwargs, runner, axes.from_size(_NEITHER_0_NOR_1))
-
-
-class OpenRunner(FrozenRunner):
-    """Calls code that was compiled for any size; where that would be compiled once more, the module."""
-
-    def __init__(self, spec: InputSpec, module: nn.Module, *rest: Any) -> None:
-        from torch._dynamo.exc import FailOnRecompileLimitHit
-
-        super().__init__(spec, module, *rest)
-        self.module, self.would_compile = module, FailOnRecompileLimitHit
-
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        try:
-            return self.compute(tensors)
-        except self.would_compile:
-            args, kwargs = self.assemble(tensors)
-            return self.module(*args, **kwargs)
-
-    def compute(self, tensors: list[torch.Tensor]) -> Any:
-        """By the compiled code alone."""
-        return super().run(tensors)
 
 
 def _guards_on_sizes(entries: Sequence[Any]) -> list[bool]:

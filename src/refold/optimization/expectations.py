@@ -40,7 +40,7 @@ _TABLE = {
     "compile-freezing-autotune": Expectation(1.35, 60.0, 20.0),
     "compile-open": Expectation(1.1, 5.0, 4.0),
     "compile": Expectation(1.15, 4.0, 4.0),
-    "packed+cuda_graph": Expectation(5.0, 15.0, 3.0),
+    "packed+cuda_graph": Expectation(5.0, 8.0, 1.0),
     "compile-open+cuda_graph": Expectation(3.6, 5.0, 3.0),
     "cuda_graph": Expectation(2.5, 0.5, 0.3),
     "compile+cuda_graph": Expectation(3.5, 4.0, 3.0),
