@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -466,6 +466,14 @@ def tensor_places(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
         for entries in (table(module, "_parameters"), table(module, "_buffers")):
             for key in [k for k, tensor in entries.items() if tensor is not None]:
                 yield join_path(path, key), entries, key
+
+
+def equal_sizes_apart() -> AbstractContextManager[Any]:
+    """Code that is compiled inside does not take sizes for the same because they are equal in the first call."""
+    import torch.fx.experimental._config as config
+
+    symbolic: Any = config
+    return symbolic.patch(use_duck_shape=False) if hasattr(symbolic, "use_duck_shape") else nullcontext()  # type: ignore[no-any-return]
 
 
 def no_values() -> AbstractContextManager[Any]:

@@ -66,7 +66,7 @@ def packed(head: str) -> tuple[nn.Module, GraphModule]:
 def way(gm: GraphModule) -> tuple[PackedRunner, list[Counting]]:
     made: list[Counting] = []
 
-    def record(module: nn.Module) -> Counting:
+    def record(module: nn.Module, is_usual: bool) -> Counting:
         made.append(Counting(module))
         return made[-1]
 
@@ -92,7 +92,7 @@ def test_every_mask_and_size(head: str) -> None:
         assert given.calls > 0 and dense.calls > 0, "both ways were taken"
 
 
-def test_tokens_are_rounded_up_and_full_batches_run_densely() -> None:
+def test_tokens_are_rounded_up_in_full_batches_too() -> None:
     _model, gm = packed("mean")
     run, _made = way(gm)
     seen: list[int] = []
@@ -101,7 +101,9 @@ def test_tokens_are_rounded_up_and_full_batches_run_densely() -> None:
     with torch.no_grad():
         run(*batch("right", 3, 8))
         run(*batch("full", 3, 8))
-    assert seen == [STEP]
+        run(*batch("full", 3, 60))
+        run(*batch("empty", 3, 8))
+    assert seen == [STEP, STEP, 2 * STEP]
 
 
 def test_what_is_not_packed_is_refused() -> None:

@@ -125,16 +125,17 @@ def test_budgets() -> None:
 
 
 def test_for_inference_what_depends_on_weights_alone_is_computed_once() -> None:
-    usual = usual_for(default_pipeline(), torch.device("cuda"), "default")
+    usual = usual_for(default_pipeline(), torch.device("cuda"), "quick")
     assert FoldConstants(parameters=True) in usual and FoldConstants() not in usual
     assert len(usual) == len(default_pipeline())
 
 
-def test_on_a_gpu_packed_batches_are_for_the_largest_effort() -> None:
-    usual = usual_for(default_pipeline(), torch.device("cuda"), "default")
+def test_on_a_gpu_packed_batches_are_not_for_the_plain_graph() -> None:
+    usual = usual_for(default_pipeline(), torch.device("cuda"), "quick")
     everything = usual_for(default_pipeline(), torch.device("cpu"), "quick")
     assert [type(t).__name__ for t in everything if t not in usual] == ["RemovePadding"]
-    assert usual_for(default_pipeline(), torch.device("cuda"), "max") == everything
+    for effort in ("default", "max"):
+        assert usual_for(default_pipeline(), torch.device("cuda"), effort) == everything
 
 
 def test_a_table_that_is_made_from_weights_is_made_once_and_follows_them() -> None:

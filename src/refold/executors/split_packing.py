@@ -28,11 +28,10 @@ KEPT, STARTS = "refold_kept", "refold_starts"
 
 @dataclass(frozen=True)
 class SplitPacking:
-    """The parts of a packed graph; `most` is the largest share of real tokens that is packed."""
+    """The parts of a packed graph."""
 
     plan: nn.Module
     dense: GraphModule
-    most: float
     _packed: GraphModule
     _masks: tuple[Node, ...]
 
@@ -58,9 +57,9 @@ def split_packing(module: nn.Module, step: int) -> SplitPacking:
         raise PreparationFailed(f"{view.nodes[view.writers[0]].name} writes in place.")
     given = [node.args[3] for node in module.graph.nodes if node.target is OPERATORS.packed_attention.default]
     masks = tuple(dict.fromkeys(mask for mask in given if isinstance(mask, Node)))
-    mask, rows, length, side, most, *reads = plans[0].args
+    mask, rows, length, side, _most, *reads = plans[0].args
     fetch = _fetching(module, (mask, rows, length, *reads, masks))
-    return SplitPacking(CallPlan(fetch, side, step), _computing_densely(module), most, module, masks)
+    return SplitPacking(CallPlan(fetch, side, step), _computing_densely(module), module, masks)
 
 
 # --- what looks at the mask ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from refold import fx_private
 from refold.errors import PreparationFailed
 from refold.executors.input_spec import InputSpec, example
 from refold.executors.interface import CallRunner, Executor, Runner, refuse_training
@@ -150,6 +151,24 @@ class CompileOnce(_Inductor):
                 runner.run(tensors)
         runner.compiled = torch._dynamo.run(compiled)  # what the guards do not let through runs the module
         return prepare_compiled(self, module, args, kwargs, runner, axes.from_size(_NEITHER_0_NOR_1))
+
+
+class CompiledInFirstCall:
+    """A module as code for any size, which its first call compiles. What its guards, on sizes alone, do not let through
+    runs the module as it is: no later call compiles."""
+
+    def __init__(self, module: nn.Module) -> None:
+        options: dict[str, Any] = {"guard_filter_fn": _guards_on_sizes}
+        self._run = torch.compile(_own_code(module), fullgraph=True, dynamic=True, options=options)
+        self._is_compiled = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_compiled:
+            return self._run(*args, **kwargs)
+        with fx_private.equal_sizes_apart():
+            result = self._run(*args, **kwargs)
+        self._run, self._is_compiled = torch._dynamo.run(self._run), True
+        return result
 
 
 def _guards_on_sizes(entries: Sequence[Any]) -> list[bool]:

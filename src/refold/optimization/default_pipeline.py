@@ -69,7 +69,7 @@ def usual_for(
     transformations: tuple[Transformation, ...], device: torch.device, effort: str
 ) -> tuple[Transformation, ...]:
     """The usual transformations as they are for inference: what depends on weights alone is computed once. And
-    RemovePadding, but not where there is time for the plain graph alone on a GPU: there, packed batches run fast only by
-    graphs that are compiled and recorded for them."""
+    RemovePadding, but not where there is time for the plain graph alone on a GPU: there, packed batches run fast only
+    by graphs that are compiled and recorded for them."""
     usual = tuple(FoldConstants(parameters=True) if t == FoldConstants() else t for t in transformations)
     return usual if device.type == "cuda" and effort == "quick" else (*usual, RemovePadding())

@@ -265,7 +265,7 @@ def _replayed(job: Job, gm: GraphModule) -> Callable[..., Any]:
     """On a GPU, launching from Python hides what a rewrite gains: compare captured graphs where that works."""
     if next((t.device.type for t in gm.parameters()), "cpu") != "cuda":
         return gm
-    for executor in (PackedCudaGraph(lambda module: CudaGraph(new_shapes="capture")), CudaGraph()):
+    for executor in (PackedCudaGraph(lambda module, is_usual: CudaGraph(new_shapes="capture")), CudaGraph()):
         try:
             return executor.prepare(gm, *job.arguments)
         except RefoldError:

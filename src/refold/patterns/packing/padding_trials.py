@@ -9,6 +9,8 @@ tokens are then those of the padded batch.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +39,7 @@ from refold.weights.sharded import lay_out
 _ROWS = 3
 _LENGTHS = (6, 40)
 _SCALES = (1.0, 1e6)
+_ROW_OF_NUMBERS, _STRIDE = 1_048_583, 7919  # primes, so that sizes of models do not divide them
 _WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What operators raise where they do not take their operands."""
@@ -51,6 +54,10 @@ class PaddingTrial:
     grid: Grid
     members: set[Node]
     attentions: dict[Node, Attention]
+
+    def __post_init__(self) -> None:
+        self.brought: dict[tuple[Node, bool], Any] = {}
+        """The weights of what is run, on the CPU, wide or not."""
 
     @cached_property
     def derived(self) -> set[Node]:
@@ -152,8 +159,7 @@ class _Run:
     def checked(self, garbage: Collection[Node], scale: float) -> list[torch.Tensor]:
         """What real tokens and the caller are given, with garbage at the padding of some packed values."""
         values: dict[Node, Any] = self.inputs | self.skipped
-        tokens = torch.Generator().manual_seed(1)
-        noise = torch.Generator().manual_seed(2)
+        tokens, noise = _Numbers(1), _Numbers(2)
         found: list[Any] = []
         with torch.no_grad():
             for node in self.grid.view.nodes:
@@ -191,8 +197,10 @@ class _Run:
         if hands_out(node):  # the caller reads no padding of packed values, and is given zeros there
             given = {n: self._zeroed(n, values[n]) for n in node.all_input_nodes if n in self.trial.members}
             values = values | given
+        is_written = node in self.grid.view.written
         try:
-            return call_on_cpu(self.gm, node, values, self.wide)
+            found = call_on_cpu(self.gm, node, values, self.wide, {} if is_written else self.trial.brought)
+            return found.clone() if is_written and node.op == "get_attr" else found
         except _REFUSALS as error:
             first = str(error).partition("\n")[0]
             raise Refuse(f"{node.name} could not be run to see whether it reads padding: {first}") from None
@@ -222,7 +230,7 @@ class _Run:
 
     # --- drawing -----------------------------------------------------------------------------------------------------
 
-    def _drawn(self, node: Node, tokens: torch.Generator, noise: torch.Generator, scale: float) -> Any:
+    def _drawn(self, node: Node, tokens: _Numbers, noise: _Numbers, scale: float) -> Any:
         """Random numbers at real tokens, garbage at the others."""
         recorded = node.meta["val"]
         if isinstance(recorded, tuple | list):
@@ -230,12 +238,12 @@ class _Run:
         return self._drawn_tensor(node, recorded, tokens, noise, scale)
 
     def _drawn_tensor(
-        self, node: Node, like: torch.Tensor, tokens: torch.Generator, noise: torch.Generator, scale: float
+        self, node: Node, like: torch.Tensor, tokens: _Numbers, noise: _Numbers, scale: float
     ) -> torch.Tensor:
         shape = self.shape(like)
         dtype = torch.float64 if self.wide else like.dtype
-        drawn = torch.randn(shape, generator=tokens, dtype=torch.float64).to(dtype)
-        garbage = (torch.randn(shape, generator=noise, dtype=torch.float64) * scale).to(dtype)
+        drawn = tokens.next(shape).to(dtype)
+        garbage = (noise.next(shape) * scale).to(dtype) if scale else torch.zeros(shape, dtype=dtype)
         row, position = self.grid.place(node) or (None, None)
         assert row is not None and position is not None
         sizes = [size if d in (row, position) else 1 for d, size in enumerate(shape)]
@@ -272,6 +280,29 @@ class _Run:
             return torch.where(anywhere, torch.tensor(marks)[chosen], drawn)
         usual = torch.tensor([i for i in range(min(highest, len(marks) + 8)) if i not in marks] or [0])
         return torch.where(self.real, usual[drawn % len(usual)], torch.tensor(marks[0]))
+
+
+class _Numbers:
+    """Random numbers, the same for a seed every time: stretches of one long row, which are quick to take and overlap
+    in no simple way."""
+
+    def __init__(self, seed: int) -> None:
+        self._row, self._start = _long_row(seed), 0
+
+    def next(self, shape: list[int]) -> torch.Tensor:
+        """Other ones than the last, in this shape."""
+        count = math.prod(shape)
+        if count > len(self._row) - _STRIDE:
+            self._row = self._row.repeat(2 + count // len(self._row))
+        if self._start + count > len(self._row):
+            self._start %= _STRIDE
+        self._start += count
+        return self._row[self._start - count : self._start].reshape(shape)
+
+
+@functools.cache
+def _long_row(seed: int) -> torch.Tensor:
+    return torch.randn(_ROW_OF_NUMBERS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _padding(kind: str, length: int) -> torch.Tensor:
@@ -346,8 +377,11 @@ def _table_size(grid: Grid, node: Node) -> int:
     return min(found, default=2)
 
 
-def call_on_cpu(gm: nn.Module, node: Node, values: dict[Node, Any], wide: bool) -> Any:
-    """What a node gives on the CPU, from the values of those that it reads; in float64, or in its own dtypes."""
+def call_on_cpu(
+    gm: nn.Module, node: Node, values: dict[Node, Any], wide: bool, weights: dict[tuple[Node, bool], Any]
+) -> Any:
+    """What a node gives on the CPU, from the values of those that it reads; in float64, or in its own dtypes. Its own
+    weights are brought there once."""
     dtypes = _WIDE if wide else {}
 
     def fill(value: Any) -> Any:
@@ -368,10 +402,11 @@ def call_on_cpu(gm: nn.Module, node: Node, values: dict[Node, Any], wide: bool) 
         return value
 
     args, kwargs = map_aggregate(node.args, fill), map_aggregate(node.kwargs, fill)
-    if node.op == "get_attr":
-        return brought(attrgetter(str(node.target))(gm))
-    if node.op == "call_module":
-        return brought(gm.get_submodule(str(node.target)))(*args, **kwargs)
+    if node.op in ("get_attr", "call_module"):
+        if (node, wide) not in weights:
+            weights[node, wide] = brought(attrgetter(str(node.target))(gm))
+        own = weights[node, wide]
+        return own(*args, **kwargs) if node.op == "call_module" else own
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return brought(node.target(*args, **kwargs))  # type: ignore[operator]
