@@ -473,7 +473,7 @@ def equal_sizes_apart() -> AbstractContextManager[Any]:
     import torch.fx.experimental._config as config
 
     symbolic: Any = config
-    return symbolic.patch(use_duck_shape=False) if hasattr(symbolic, "use_duck_shape") else nullcontext()  # type: ignore[no-any-return]
+    return symbolic.patch(use_duck_shape=False) if hasattr(symbolic, "use_duck_shape") else nullcontext()
 
 
 def no_values() -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from refold.graph.values import example_value
 from refold.graph.view import GraphView
 from refold.patterns.dimensions.sized_calls import recorded_sizes, surely_equal
 from refold.patterns.packing.token_operators import OPERATORS
+from refold.patterns.packing.windows import WHOLE, Window
 from refold.rewrite.operators import LINEAR
 
 Place = tuple[int | None, int | None]
@@ -28,7 +29,9 @@ class Grid:
     view: GraphView
     mask: Node
     source: Node
-    _labels: dict[str, str] = field(default_factory=dict, repr=False)
+    windows: dict[Node, Window] = field(default_factory=dict, repr=False)
+    """Of the values that lack some positions."""
+    _labels: dict[tuple[str, int], str] = field(default_factory=dict, repr=False)
 
     @property
     def rows(self) -> Any:
@@ -40,14 +43,20 @@ class Grid:
         """The recorded number of positions."""
         return _sizes(self.source)[1]
 
-    def label(self, size: Any) -> str:
-        """What a recorded size counts: 'rows', 'length', 'places' (all of the grid), or '' for anything else. The mask
-        has the rows and positions of the other input: calls in which it has not are not packed."""
-        key = str(size)
+    def window(self, node: Node) -> Window:
+        """Which of the grid's positions a value has, if it has any."""
+        return self.windows.get(node, WHOLE)
+
+    def label(self, size: Any, missing: int = 0) -> str:
+        """What a recorded size counts: 'rows', 'length', 'places' (all of the grid), or '' for anything else, where so
+        many positions are missing. The mask has the rows and positions of the other input: calls in which it has not
+        are not packed."""
+        key = str(size), missing
         if isinstance(size, int):
             return ""
         if key not in self._labels:
-            counts = {"rows": self.rows, "length": self.length, "places": self.rows * self.length}
+            length = self.length - missing
+            counts = {"rows": self.rows, "length": length, "places": self.rows * length}
             unified = self.unified(size)
             equal = (name for name, n in counts.items() if unified == n.node.expr or surely_equal(size, n))
             self._labels[key] = next(equal, "")
@@ -65,12 +74,13 @@ class Grid:
         keys = given[-1:] if len(given) == 2 else given[-2:]
         return [(given[0], self.rows), *((size, self.length) for size in keys)]
 
-    def place(self, node: Node) -> Place | None:
-        """Where the grid lies in a value; None where that is not clear, or no sizes are recorded."""
-        sizes = recorded_sizes(node)
+    def place(self, node: Node, window: Window | None = None) -> Place | None:
+        """Where the grid, or a window of it, lies in a value; None where that is not clear, or no sizes are
+        recorded."""
+        sizes, missing = recorded_sizes(node), (window or self.window(node)).missing
         if sizes is None:
             return None
-        labels = [self.label(size) for size in sizes]
+        labels = [self.label(size, missing) for size in sizes]
         rows, positions, places = ([d for d, x in enumerate(labels) if x == name] for name in _LABELS)
         if max(len(rows), len(positions), len(places)) > 1 or (places and (rows or positions)):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from refold.patterns.dimensions.sized_calls import recorded_sizes
 from refold.patterns.packing.packings import Packing
 from refold.patterns.packing.token_operators import OPERATORS
 from refold.patterns.packing.token_wise import reads_tokens
+from refold.patterns.packing.windows import WHOLE, Window, cut
 from refold.rewrite.editor import Editor, make_views_reshapes
 from refold.rewrite.operators import Attention
 from refold.rewrite.recorded_values import PLACE, RecordedValues
@@ -71,6 +73,9 @@ class PackedGraph:
     # --- members -----------------------------------------------------------------------------------------------------
 
     def _pack_call(self, node: Node) -> None:
+        if self._cuts(node):  # tokens that are not read any more are computed on: few, and each by itself
+            node.target, node.args = aten.alias.default, (self._operand(node, node.all_input_nodes[0]),)
+            return
         if node.target in VIEWS:
             make_reshape(node)
         args: Any = node.args
@@ -80,6 +85,11 @@ class PackedGraph:
             args = (args[0], *self._shape(node, args[1:]))
         node.args = map_arg(args, lambda n: self._operand(node, n))
         node.kwargs = map_arg(node.kwargs, lambda n: self._operand(node, n))
+
+    def _cuts(self, node: Node) -> bool:
+        """Whether a member cuts positions off."""
+        given = node.all_input_nodes[:1]
+        return bool(given) and cut(node, (self.places[given[0]] or (None, None))[1], WHOLE) is not None
 
     def _shape(self, node: Node, given: Any) -> list[Any]:
         """The sizes that a reshape is given, with those of the packed tokens in the place of the grid's."""
@@ -98,15 +108,26 @@ class PackedGraph:
     def _operand(self, node: Node, given: Node) -> Any:
         if given in self.packing.members or given in self.made.values():
             return given
+        window = WHOLE if self._cuts(node) else self.grid.window(node)
         if is_number(given):
-            return self._number(given)
-        row, position = self.places.get(given) or (None, None)
+            return self._number(given, window)
+        row, position = self.grid.place(given, window) or (None, None)
         if row is None and position is None:
             return given
-        key = (given, row, position)
+        key = (given, row, position, window)
         if key not in self.made:
-            self.made[key] = self._packed(node, given, row, position)
+            whole = given if position is None else self._with_all_positions(node, given, position, window)
+            self.made[key] = self._packed(node, whole, row, position)
         return self.made[key]
+
+    def _with_all_positions(self, node: Node, given: Node, position: int, window: Window) -> Node:
+        """A value that lacks some positions, with zeros there: nothing reads what is computed from them."""
+        if window == WHOLE:
+            return given
+        behind = len(recorded_sizes(given) or ()) - 1 - position
+        return self.edit.call(
+            node, aten.constant_pad_nd.default, given, [0, 0] * behind + [window.front, window.behind]
+        )
 
     def _packed(self, node: Node, given: Node, row: int | None, position: int | None) -> Node:
         if row is not None and position is not None:
@@ -132,9 +153,9 @@ class PackedGraph:
             self._place(self.made[which])
         return self.made[which]
 
-    def _number(self, number: Node) -> Any:
+    def _number(self, number: Node, window: Window) -> Any:
         """A size of packed tokens in the place of one of the grid."""
-        label = self.grid.label(number.meta.get("val"))
+        label = self.grid.label(number.meta.get("val"), window.missing)
         return {"rows": 1, "length": self.tokens, "places": self.tokens}.get(label, number)
 
     def _pack_attention(self, call: Attention) -> None:
@@ -156,13 +177,14 @@ class PackedGraph:
         grid: Node | None = None
         for user in users:
             if is_number(user):
-                self._count_grid(user)
+                self._count_grid(user, self.grid.window(node))
                 continue
             if not reads_tokens(user):
                 continue
             if grid is None:
                 sizes = (self.rows, self.length, row, position)
                 grid = self.edit.call(node.next, OPERATORS.unpack_tokens.default, node, self.kept, *sizes)
+                grid = self._in_window(grid, position, self.grid.window(node))
             if hands_out(user):
                 zeros = self.edit.call(user, OPERATORS.zero_padding.default, grid, self.grid.mask, row, position)
                 user.replace_input_with(node, zeros)
@@ -171,9 +193,18 @@ class PackedGraph:
         if grid is not None:
             make_views_reshapes(self.edit.gm, grid)
 
-    def _count_grid(self, user: Node) -> None:
+    def _in_window(self, grid: Node, position: int | None, window: Window) -> Node:
+        """The positions of the grid that a value had."""
+        if window == WHOLE:
+            return grid
+        end = -window.behind if window.behind else sys.maxsize
+        return self.edit.call(grid.next, aten.slice.Tensor, grid, position, window.front, end)
+
+    def _count_grid(self, user: Node, window: Window) -> None:
         """A size of a value that is packed now is asked of the input that has the grid's sizes."""
-        counted = {"rows": self.rows, "length": self.length}.get(self.grid.label(user.meta.get("val")))
+        counted = {"rows": self.rows, "length": self.length}.get(self.grid.label(user.meta.get("val"), window.missing))
+        if counted is self.length and window != WHOLE:
+            counted = self.edit.call(user, operator.sub, self.length, window.missing)
         if counted is not None:
             user.replace_all_uses_with(counted, propagate_meta=False)
 

@@ -13,6 +13,7 @@ from refold.graph.view import GraphView
 from refold.patterns.packing.grids import Grid, is_product
 from refold.patterns.packing.padding_trials import PaddingTrial
 from refold.patterns.packing.token_wise import ancestors, find_token_wise, made_from, worth_packing
+from refold.patterns.packing.windows import WHOLE
 from refold.rewrite.operators import Attention
 from refold.rewrite.refusal import Refuse
 
@@ -120,5 +121,5 @@ def _check_outputs(grid: Grid, members: set[Node], zeros: bool) -> None:
         if not zeros:
             raise Refuse(f"the caller is given {node.name} {AT_PADDING}")
         mask = example_value(grid.mask)
-        if grid.place(node) != (0, 1) or mask is None or mask.dim() != 2:
+        if grid.place(node) != (0, 1) or grid.window(node) != WHOLE or mask is None or mask.dim() != 2:
             raise Refuse(f"the caller is given {node.name}, which is no value for each token (a cache, perhaps)")

@@ -208,7 +208,12 @@ class _Run:
     def _zeroed(self, node: Node, value: torch.Tensor) -> torch.Tensor:
         row, position = self.grid.place(node) or (0, 1)
         sizes = [size if d in (row, position) else 1 for d, size in enumerate(value.shape)]
-        return value.masked_fill(~self.real.reshape(sizes), 0)
+        return value.masked_fill(~self._real_places(node).reshape(sizes), 0)
+
+    def _real_places(self, node: Node) -> torch.Tensor:
+        """Where a value stands at real tokens, by rows and those positions that it has."""
+        window = self.grid.window(node)
+        return self.real[:, window.front : self.real.shape[1] - window.behind]
 
     def _attend(self, call: Attention, values: dict[Node, Any]) -> torch.Tensor:
         query, key, value, mask = (
@@ -226,7 +231,7 @@ class _Run:
             return value
         if row == position:
             return value.movedim(row, 0)[self.real.flatten()]
-        return value.movedim((row, position), (0, 1))[self.real]
+        return value.movedim((row, position), (0, 1))[self._real_places(node)]
 
     # --- drawing -----------------------------------------------------------------------------------------------------
 
@@ -247,8 +252,9 @@ class _Run:
         row, position = self.grid.place(node) or (None, None)
         assert row is not None and position is not None
         sizes = [size if d in (row, position) else 1 for d, size in enumerate(shape)]
-        real = self.real if row < position else self.real.T
-        return torch.where((self.real.flatten() if row == position else real).reshape(sizes), drawn, garbage)
+        there = self._real_places(node)
+        real = there if row < position else there.T
+        return torch.where((there.flatten() if row == position else real).reshape(sizes), drawn, garbage)
 
     def shape(self, like: torch.Tensor) -> list[int]:
         """Recorded sizes, with those that were chosen."""

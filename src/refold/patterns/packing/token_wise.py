@@ -16,6 +16,7 @@ from refold.graph.view import GraphView
 from refold.patterns.dimensions.following import Dims, followed_dims
 from refold.patterns.dimensions.sized_calls import recorded_sizes, regrouped, surely_equal
 from refold.patterns.packing.grids import Grid, Place, is_product
+from refold.patterns.packing.windows import WHOLE, Window, cut
 from refold.rewrite.operators import Attention, match_attention
 from refold.rewrite.refusal import Refuse, attempt
 
@@ -37,12 +38,33 @@ def find_token_wise(grid: Grid) -> tuple[set[Node], dict[Node, Attention]]:
         informed.add(node)
         if not _is_real(node) or node in view.written or _depends_on_data(node):
             continue
-        attention = _attention(grid, node)
+        window = _window(grid, node, found)
+        attention = _attention(grid, node) if window == WHOLE else None
         if attention is not None:
             attentions[node] = attention
-        if attention is not None or _is_token_wise(grid, node):
+        if attention is not None or (window is not None and _is_token_wise(grid, node, window)):
             found.add(node)
+            grid.windows[node] = window or WHOLE
     return found, attentions
+
+
+def _window(grid: Grid, node: Node, found: Collection[Node]) -> Window | None:
+    """Which positions of the grid a value has if it is computed token by token; None where values that begin or end at
+    different positions meet."""
+    given = {
+        grid.window(n) for n in node.all_input_nodes if n in found and (grid.place(n) or (None, None))[1] is not None
+    }
+    if len(given) > 1:
+        return None
+    window = given.pop() if given else WHOLE
+    return cut(node, _positions(grid, node), window) or window
+
+
+def _positions(grid: Grid, node: Node) -> int | None:
+    """The dimension along which the positions lie in the first operand, if they have one of their own."""
+    operand = node.args[0] if node.args else None
+    row, position = (grid.place(operand) if isinstance(operand, Node) else None) or (None, None)
+    return position if row != position else None
 
 
 def worth_packing(view: GraphView, members: set[Node]) -> set[Node]:
@@ -68,16 +90,23 @@ def _depends_on_data(node: Node) -> bool:
     return bool(free_unbacked_symbols(recorded_sizes(node) or ()))
 
 
-def _is_token_wise(grid: Grid, node: Node) -> bool:
-    place = grid.place(node)
+def _is_token_wise(grid: Grid, node: Node, window: Window) -> bool:
+    place = grid.place(node, window)
     if place is None or None in place or not (is_pure(grid.view.gm, node) or _only_drops(grid.view, node)):
         return False
+    if window != WHOLE and place[0] == place[1]:
+        return False
+    if cut(node, _positions(grid, node), WHOLE) is not None:
+        return grid.place(node.args[0]) == place  # type: ignore[arg-type]
     if node.op in ("call_function", "call_method") and name_of(node) in _RESHAPES and regroups(grid, node):
         return True
     followed = followed_dims(grid.view, node)
-    if not followed or not all(_agrees(grid.place(n), place, dims) for n, dims in followed.items()):
+    if not followed:
         return False
-    by_row = [n for n in followed if (own := grid.place(n)) is not None and own[0] is not None and own[1] is None]
+    places = {n: grid.place(n, window) for n in followed}
+    if not all(_agrees(places[n], place, dims) for n, dims in followed.items()):
+        return False
+    by_row = [n for n, own in places.items() if own is not None and own[0] is not None and own[1] is None]
     return all(_is_broadcast(grid, n, place, followed[n]) for n in by_row)
 
 
