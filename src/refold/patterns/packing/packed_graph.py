@@ -67,8 +67,7 @@ class PackedGraph:
 
     def _place(self, node: Node) -> None:
         """What is made for all members stems from the first: inputs stem from no place of the model."""
-        first = next(n for n in self.grid.view.nodes if n in self.packing.members)
-        node.meta |= {key: first.meta[key] for key in PLACE if key in first.meta}
+        _stems_from(next(n for n in self.grid.view.nodes if n in self.packing.members), node)
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -184,7 +183,8 @@ class PackedGraph:
             if grid is None:
                 sizes = (self.rows, self.length, row, position)
                 grid = self.edit.call(node.next, OPERATORS.unpack_tokens.default, node, self.kept, *sizes)
-                grid = self._in_window(grid, position, self.grid.window(node))
+                _stems_from(node, grid)
+                grid = self._in_window(node, grid, position)
             if hands_out(user):
                 zeros = self.edit.call(user, OPERATORS.zero_padding.default, grid, self.grid.mask, row, position)
                 user.replace_input_with(node, zeros)
@@ -193,12 +193,15 @@ class PackedGraph:
         if grid is not None:
             make_views_reshapes(self.edit.gm, grid)
 
-    def _in_window(self, grid: Node, position: int | None, window: Window) -> Node:
+    def _in_window(self, node: Node, grid: Node, position: int | None) -> Node:
         """The positions of the grid that a value had."""
+        window = self.grid.window(node)
         if window == WHOLE:
             return grid
         end = -window.behind if window.behind else sys.maxsize
-        return self.edit.call(grid.next, aten.slice.Tensor, grid, position, window.front, end)
+        part = self.edit.call(grid.next, aten.slice.Tensor, grid, position, window.front, end)
+        _stems_from(node, part)
+        return part
 
     def _count_grid(self, user: Node, window: Window) -> None:
         """A size of a value that is packed now is asked of the input that has the grid's sizes."""
@@ -207,6 +210,10 @@ class PackedGraph:
             counted = self.edit.call(user, operator.sub, self.length, window.missing)
         if counted is not None:
             user.replace_all_uses_with(counted, propagate_meta=False)
+
+
+def _stems_from(source: Node, made: Node) -> None:
+    made.meta |= {key: source.meta[key] for key in PLACE if key in source.meta}
 
 
 def _name(node: Node) -> str:
