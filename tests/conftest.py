@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -41,6 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    _keep_what_was_imported()
+
+
+def _keep_what_was_imported() -> None:
     """What was imported so far stays: collections of garbage need not look through it again and again."""
     gc.collect()
     gc.freeze()
@@ -48,8 +53,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    item.stash[_BEGAN] = _processor_time()
-    return (yield)
+    item.stash[_BEGAN], imported = _processor_time(), len(sys.modules)
+    done = yield
+    if len(sys.modules) > imported + _MANY_MODULES:  # the first test of a worker that captures, compiles, …
+        _keep_what_was_imported()
+    return done
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,6 +69,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 _BEGAN = pytest.StashKey[float]()
+_MANY_MODULES = 20
 
 
 def _processor_time() -> float:
