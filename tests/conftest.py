@@ -1,5 +1,5 @@
-"""What all tests share: one thread a process (two run side by side), no decisions that are kept, and which tests are
-slow.
+"""What all tests share: one thread a process (two run side by side), no decisions that are kept, nothing done again and
+again that is the same each time, and which tests are slow.
 
 A test is slow if it took more than `SLOW_FROM` seconds of processor time, with its fixtures and the processes that it
 started, when that was last written: `make durations` runs all tests and writes `tests/slow.txt`. `make check` leaves
@@ -8,6 +8,8 @@ slow tests out. Processor time and not the clock, because others may use the mac
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import resource
@@ -21,8 +23,11 @@ import torch
 torch.set_num_threads(1)
 os.environ["REFOLD_CACHE"] = "off"  # the user's own is neither read nor written; tests of it have one of their own
 
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # it forks four processes at each conversion
+
 SLOW_FROM = 0.14
 SLOW_TESTS = Path(__file__).parent / "slow.txt"
+LONGEST = ("tests/distributed/", "tests/examples/")  # run first: nothing would be left to run beside them at the end
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,15 +35,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _look_up_onnx_operators_once()
     if config.getoption("--write-slow") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Durations())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     slow = set(SLOW_TESTS.read_text(encoding="utf-8").splitlines()) if SLOW_TESTS.exists() else set()
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+
+
+def _look_up_onnx_operators_once() -> None:
+    """torch looks up all operators of ONNX in every export, which takes longer than a small model does."""
+    with contextlib.suppress(ImportError, AttributeError):  # another version of torch does so elsewhere
+        from torch.onnx._internal._lazy_import import onnxscript_apis as apis
+
+        apis.get_torchlib_ops = functools.cache(lambda: type(apis).__getattr__(apis, "get_torchlib_ops")())
 
 
 def pytest_collection_finish() -> None:
