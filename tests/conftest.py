@@ -14,6 +14,7 @@ import gc
 import os
 import resource
 import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -57,22 +58,38 @@ def _look_up_onnx_operators_once() -> None:
 
 
 def pytest_collection_finish() -> None:
-    _keep_what_was_imported()
-
-
-def _keep_what_was_imported() -> None:
-    """What was imported so far stays: collections of garbage need not look through it again and again."""
-    gc.collect()
-    gc.freeze()
+    gc.callbacks.append(_Garbage.time_collection)
+    _Garbage.keep_what_is_there()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    item.stash[_BEGAN], imported = _processor_time(), len(sys.modules)
+    item.stash[_BEGAN] = _processor_time()
     done = yield
-    if len(sys.modules) > imported + _MANY_MODULES:  # the first test of a worker that captures, compiles, …
-        _keep_what_was_imported()
+    if _Garbage.took_long:
+        _Garbage.keep_what_is_there()
     return done
+
+
+class _Garbage:
+    """Every job that is measured collects garbage, and looks through all that was imported and remembered since the
+    process began: in the end that took longer than all else. What outlives a test stays, and is looked at no more."""
+
+    began = 0.0
+    took_long = False
+
+    @classmethod
+    def time_collection(cls, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            cls.began = time.perf_counter()
+        elif info["generation"] == 2 and time.perf_counter() - cls.began > 0.02:
+            cls.took_long = True
+
+    @classmethod
+    def keep_what_is_there(cls) -> None:
+        gc.collect()
+        gc.freeze()
+        cls.took_long = False
 
 
 @pytest.hookimpl(wrapper=True)
@@ -84,7 +101,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 _BEGAN = pytest.StashKey[float]()
-_MANY_MODULES = 20
 
 
 def _processor_time() -> float:
