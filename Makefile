@@ -6,6 +6,9 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# Processes that tests start, and the next run, need not compile the same files again, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: check test wheel demo lint contracts types docs browser durations clean
 
 $(READY): requirements-dev.txt pyproject.toml

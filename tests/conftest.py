@@ -1,5 +1,5 @@
-"""What all tests share: one thread a process (two run side by side), no decisions that are kept, and which tests are
-slow.
+"""What all tests share: one thread a process (two run side by side), no decisions that are kept, nothing done again and
+again that is the same each time, and which tests are slow.
 
 A test is slow if it took more than `SLOW_FROM` seconds of processor time, with its fixtures and the processes that it
 started, when that was last written: `make durations` runs all tests and writes `tests/slow.txt`. `make check` leaves
@@ -8,9 +8,13 @@ slow tests out. Processor time and not the clock, because others may use the mac
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import resource
+import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -20,8 +24,11 @@ import torch
 torch.set_num_threads(1)
 os.environ["REFOLD_CACHE"] = "off"  # the user's own is neither read nor written; tests of it have one of their own
 
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # it forks four processes at each conversion
+
 SLOW_FROM = 0.14
 SLOW_TESTS = Path(__file__).parent / "slow.txt"
+LONGEST = ("tests/distributed/", "tests/examples/")  # run first: nothing would be left to run beside them at the end
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,27 +36,60 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _look_up_onnx_operators_once()
     if config.getoption("--write-slow") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Durations())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     slow = set(SLOW_TESTS.read_text(encoding="utf-8").splitlines()) if SLOW_TESTS.exists() else set()
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
 
 
+def _look_up_onnx_operators_once() -> None:
+    """torch looks up all operators of ONNX in every export, which takes longer than a small model does."""
+    with contextlib.suppress(ImportError, AttributeError):  # another version of torch does so elsewhere
+        from torch.onnx._internal._lazy_import import onnxscript_apis as apis
+
+        apis.get_torchlib_ops = functools.cache(lambda: type(apis).__getattr__(apis, "get_torchlib_ops")())
+
+
 def pytest_collection_finish() -> None:
-    """What was imported so far stays: collections of garbage need not look through it again and again."""
-    gc.collect()
-    gc.freeze()
+    gc.callbacks.append(_Garbage.time_collection)
+    _Garbage.keep_what_is_there()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     item.stash[_BEGAN] = _processor_time()
-    return (yield)
+    done = yield
+    if _Garbage.took_long:
+        _Garbage.keep_what_is_there()
+    return done
+
+
+class _Garbage:
+    """Every job that is measured collects garbage, and looks through all that was imported and remembered since the
+    process began: in the end that took longer than all else. What outlives a test stays, and is looked at no more."""
+
+    began = 0.0
+    took_long = False
+
+    @classmethod
+    def time_collection(cls, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            cls.began = time.perf_counter()
+        elif info["generation"] == 2 and time.perf_counter() - cls.began > 0.02:
+            cls.took_long = True
+
+    @classmethod
+    def keep_what_is_there(cls) -> None:
+        gc.collect()
+        gc.freeze()
+        cls.took_long = False
 
 
 @pytest.hookimpl(wrapper=True)

@@ -310,7 +310,7 @@ def test_bench_times_refold_beside_eager(refold_command: Run, tmp_path: Path, mo
 
     monkeypatch.setattr(bench_command, "executors", lambda device: {})
     code, out, _ = refold_command(
-        "bench", "example:tiny", "--time-budget", 4, "--pipeline", tmp_path / "one.yaml", "--json"
+        "bench", "example:tiny", "--time-budget", 1, "--pipeline", tmp_path / "one.yaml", "--json"
     )
     told = json.loads(out)
     assert code == 0

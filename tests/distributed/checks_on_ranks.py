@@ -1,8 +1,11 @@
-"""What is checked on every rank at once; `test_ranks.py` starts the processes. A failure on one rank ends them all."""
+"""What is checked on every rank at once; `test_ranks.py` runs it. One process imports and captures what all use, and is
+forked for each rank. A failure on one rank ends them all.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import sys
@@ -16,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -462,16 +466,21 @@ def check_ddp(mesh: DeviceMesh) -> None:
         assert_close(gm.get_parameter(name).grad / scale, wanted.grad / scale)  # type: ignore[operator]
 
 
+@functools.cache
+def _captured_classifier() -> nn.Module:
+    return classifier()[0]
+
+
 def check_padding(mesh: DeviceMesh) -> None:
     """Ranks with different numbers of real tokens: gradients as near to float64's as in the padded run."""
     batches = [_batch(rank) for rank in range(mesh.size())]
-    reference, _ = classifier()
+    reference = copy.deepcopy(_captured_classifier())
     reference.double()
     sum(_loss(reference, *batch) for batch in batches).div(mesh.size()).backward()  # type: ignore[union-attr]
     wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
 
     def error(how: str) -> float:
-        gm, _ = classifier()
+        gm = copy.deepcopy(_captured_classifier())
         if how in ("packed, then fsdp", "packed, then ddp"):
             refold.RemovePadding()(gm)
         parallel: nn.Module = gm
@@ -505,27 +514,37 @@ def _loss(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tens
 # --- every rule ----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _examples() -> list[tuple[type[Rewrite], nn.Module, tuple[Any, ...], dict[str, nn.Parameter]]]:
+    """The examples of every rule, and the parameters that one process rewrites them to."""
+    rules = [cls for cls in registered() if issubclass(cls, Rewrite) and cls.__module__.startswith("refold.")]
+    examples = [(rule, *example) for rule in rules for example in rule.examples()]
+    sharded = [each for each in examples if any(tensor.dim() for tensor in each[1].parameters())]
+    return [(rule, m, inputs, dict(_rewritten(rule, m).named_parameters())) for rule, m, inputs in sharded]
+
+
+def _rewritten(rule: type[Rewrite], model: nn.Module) -> nn.Module:
+    return rule()(graph_of(copy.deepcopy(model)))
+
+
 def check_every_rule(mesh: DeviceMesh) -> None:
     """On graphs that FSDP shards and that have run: the bits of one process, and the same objects back."""
     fired = set()
-    for rule in (cls for cls in registered() if issubclass(cls, Rewrite) and cls.__module__.startswith("refold.")):
-        for (model, inputs), (again, _) in zip(rule.examples(), rule.examples(), strict=True):
-            if not any(tensor.dim() for tensor in model.parameters()):
-                continue
-            one, gm = rule()(graph_of(model)), graph_of(again)
-            fully_shard(gm, mesh=mesh)
-            before = dict(gm.named_parameters())
-            gm(*as_copies(inputs))
-            rule()(gm)
-            if rule is refold.ChannelsLast:
-                assert "its weight is sharded" in str(refold.result(gm))
-                continue
-            fired.add(rule.__name__)
-            assert_same(dict(gm.named_parameters()), dict(one.named_parameters()))
-            gm(*as_copies(inputs))
-            refold.undo(gm)
-            assert_same_objects(gm, before)
-            gm(*as_copies(inputs))
+    for rule, model, inputs, wanted in _examples():
+        gm = graph_of(copy.deepcopy(model))
+        fully_shard(gm, mesh=mesh)
+        before = dict(gm.named_parameters())
+        gm(*as_copies(inputs))
+        rule()(gm)
+        if rule is refold.ChannelsLast:
+            assert "its weight is sharded" in str(refold.result(gm))
+            continue
+        fired.add(rule.__name__)
+        assert_same(dict(gm.named_parameters()), wanted)
+        gm(*as_copies(inputs))
+        refold.undo(gm)
+        assert_same_objects(gm, before)
+        gm(*as_copies(inputs))
     assert len(fired) >= 15
 
 
@@ -604,3 +623,16 @@ def run_on_rank(rank: int, ranks: int, folder: str) -> None:
         with open(f"{folder}/passed.{rank}", "a", encoding="utf-8") as log:
             log.write(f"{check.__name__}\n")
     dist.destroy_process_group()
+
+
+def main(ranks: int, folder: str) -> None:
+    """Run the checks on so many ranks."""
+    torch.set_num_threads(1)  # other threads would not be there in a forked process
+    _captured_classifier()
+    if ranks == 4:
+        _examples()
+    torch.multiprocessing.start_processes(run_on_rank, (ranks, folder), nprocs=ranks, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -276,11 +276,11 @@ def test_progress_is_shown_as_a_bar_where_it_is_wanted(monkeypatch):
         yield lambda what, done: steps_shown.append(what)
 
     monkeypatch.setattr(progress, "progress_bar", bar)
-    x = torch.randn(2, 5, 16)
-    optimize(make_model(), (x,), backend="plain", progress=False)
-    optimize(make_model(), (x,), backend="plain")  # there is no terminal
+    given = {"example_inputs": (torch.randn(2, 5, 16),), "backend": "plain", "effort": "quick", "pipeline": []}
+    optimize(make_model(), **given, progress=False)
+    optimize(make_model(), **given)  # there is no terminal
     assert steps_shown == []
-    optimize(make_model(), (x,), backend="plain", progress=True)
+    optimize(make_model(), **given, progress=True)
     assert "capturing" in steps_shown
 
 
