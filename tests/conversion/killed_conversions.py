@@ -15,7 +15,7 @@ from checkpoint_folders import file_bytes
 
 from refold.conversion import convert
 
-CALLS = ("fsync", "replace", "rename", "copy_file_range", "mkdir", "ftruncate", "unlink", "rmdir")
+CALLS = ("fsync", "replace", "rename", "pwrite", "mkdir", "ftruncate", "unlink", "rmdir")
 
 
 def killed_before(number: int, source: Path, out: Path) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -498,15 +499,35 @@ def test_a_full_disk_is_a_sentence_and_the_work_goes_on_afterwards(
 ftruncate = os.ftruncate
 
 
+@pytest.mark.parametrize("system", [object(), SimpleNamespace(fallocate=lambda *arguments: -1)])
+def test_where_room_cannot_be_made_at_once_files_grow(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: object
+) -> None:
+    convert(source, tmp_path / "whole", to="vllm")
+    monkeypatch.setattr(bytes_module.ctypes, "CDLL", lambda name: system)
+    convert(source, tmp_path / "fused", to="vllm")
+    assert file_bytes(tmp_path / "fused") == file_bytes(tmp_path / "whole")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no hints about files")
+def test_the_source_does_not_stay_in_memory_unless_it_is_read_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go: list[str] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *how: let_go.append(os.readlink(f"/proc/self/fd/{file}")))
+    convert(source, tmp_path / "checked", to="vllm", verify=True)
+    assert let_go == []
+    convert(source, tmp_path / "fused", to="vllm")
+    assert sorted(let_go) == sorted(str(path) for path in source.glob("*.safetensors"))
+
+
 def test_what_was_written_wrong_is_noticed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bytes_module._copied
+    real = bytes_module._write
 
-    def flipped(handle: int, target: int, count: int, start: int, place: int) -> int:
-        done = real(handle, target, count, start, place)
-        os.pwrite(target, bytes([os.pread(handle, 1, start)[0] ^ 1]), place)
-        return done
+    def flipped(target: int, data: memoryview, place: int) -> None:
+        real(target, bytes([data[0] ^ 1, *data[1:]]), place)
 
-    monkeypatch.setattr(bytes_module, "_copied", flipped)
+    monkeypatch.setattr(bytes_module, "_write", flipped)
     with pytest.raises(CheckFailed, match="bit for bit"):
         convert(source, tmp_path / "fused", to="vllm", verify=True)
     assert not (tmp_path / "fused").exists()

@@ -1,8 +1,8 @@
-"""Bytes between files and tensors: copied in the kernel where that is possible, read, written and hashed by runs."""
+"""Bytes between files and tensors: read, written, copied and hashed by runs."""
 
 from __future__ import annotations
 
-import errno
+import ctypes
 import hashlib
 import os
 import threading
@@ -17,11 +17,10 @@ from refold.conversion.checkpoint_folder import Extent
 from refold.errors import WrongInput
 from refold.fingerprint import flat_bytes, raw_bytes
 
-PIECE = 8 << 20
-_COMPARED = 1 << 20
+PIECE = 1 << 20
+"""So many bytes are moved at once: few enough to stay in the processor's cache from one step to the next."""
 Tell = Callable[[int], None]
 """Told how many bytes were done; raises `Stopped` where others have failed meanwhile."""
-_NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM)
 
 
 class Stopped(Exception):
@@ -60,15 +59,13 @@ class OpenFiles:
 
     def copy(self, extent: Extent, target: int, place: int, tell: Tell) -> None:
         """Copy a run of bytes into another file, which has zeros there already."""
-        done = 0
-        while done < extent.size:
-            count = min(PIECE, extent.size - done)
+        buffer = memoryview(bytearray(min(PIECE, extent.size)))
+        for done in range(0, extent.size, PIECE):
+            piece = buffer[: extent.size - done]
             if extent.file:
-                count = _copied(self.handle(extent.file), target, count, extent.start + done, place + done)
-            if not count:
-                raise self._shorter(extent)
-            done += count
-            tell(count)
+                self.read(Extent(extent.file, extent.start + done, len(piece)), piece)
+                _write(target, piece, place + done)
+            tell(len(piece))
 
     def tensor(self, placed: Placed) -> torch.Tensor:
         """A tensor, as integers as wide as its elements."""
@@ -83,16 +80,13 @@ class OpenFiles:
         return WrongInput(f"{self._folder / extent.file} became shorter while it was read.")
 
 
-def _copied(source: int, target: int, count: int, start: int, place: int) -> int:
-    if hasattr(os, "copy_file_range"):
-        try:
-            return os.copy_file_range(source, target, count, start, place)
-        except OSError as error:
-            if error.errno not in _NOT_IN_KERNEL:
-                raise
-    data = os.pread(source, count, start)
-    _write(target, memoryview(data), place)
-    return len(data)
+def make_room(target: int, size: int) -> None:
+    """Give a new file its size, in zeros. Linux finds room for all of it at once, which costs it less than page by page
+    (not by `os.posix_fallocate`, which writes into every page where the file system cannot do that)."""
+    os.ftruncate(target, size)
+    reserve = getattr(ctypes.CDLL(None), "fallocate", None)
+    if reserve is not None:
+        reserve(target, 0, ctypes.c_int64(0), ctypes.c_int64(size))  # where it fails, the file grows as it is written
 
 
 def write_tensor(target: int, tensor: torch.Tensor, place: int, tell: Tell) -> None:
@@ -113,7 +107,7 @@ def _write(target: int, data: memoryview, place: int) -> None:
 
 def hashed(path: Path, tell: Tell) -> dict[str, int | str]:
     """The size and the SHA-256 of a file."""
-    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(1 << 20))
+    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(PIECE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
@@ -122,12 +116,22 @@ def hashed(path: Path, tell: Tell) -> dict[str, int | str]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
+def hashed_at_last(path: Path, tell: Tell) -> dict[str, int | str]:
+    """The size and the SHA-256 of a file that nobody here reads again. The system need not keep it in memory: what is
+    written has room there then, which it would have to search for otherwise."""
+    facts = hashed(path, tell)
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return facts
+
+
 def equal_runs(left: OpenFiles, a: Placed, right: OpenFiles, b: Placed) -> bool:
     """Whether two tensors in files have the same bytes."""
     if a.kind.nbytes != b.kind.nbytes:
         return False
-    buffers = [torch.empty(min(_COMPARED, a.kind.nbytes), dtype=torch.uint8) for _ in range(2)]
-    for start in range(0, a.kind.nbytes, _COMPARED):
+    buffers = [torch.empty(min(PIECE, a.kind.nbytes), dtype=torch.uint8) for _ in range(2)]
+    for start in range(0, a.kind.nbytes, PIECE):
         parts = [buffer[: a.kind.nbytes - start] for buffer in buffers]
         for files, placed, part in ((left, a, parts[0]), (right, b, parts[1])):
             _read_part(files, placed, start, raw_bytes(part))
@@ -141,11 +145,11 @@ def equal_values(files: OpenFiles, placed: Placed, tensor: torch.Tensor) -> bool
     flat = flat_bytes(tensor)
     if len(flat) != placed.kind.nbytes:
         return False
-    buffer = torch.empty(min(_COMPARED, len(flat)), dtype=torch.uint8)
-    for start in range(0, len(flat), _COMPARED):
+    buffer = torch.empty(min(PIECE, len(flat)), dtype=torch.uint8)
+    for start in range(0, len(flat), PIECE):
         part = buffer[: len(flat) - start]
         _read_part(files, placed, start, raw_bytes(part))
-        if not torch.equal(part, flat[start : start + _COMPARED]):
+        if not torch.equal(part, flat[start : start + PIECE]):
             return False
     return True
 

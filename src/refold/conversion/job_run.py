@@ -16,7 +16,7 @@ from typing import Any
 
 from refold.conversion.checkpoint_folder import MANIFEST, read_object
 from refold.conversion.conversion_job import Job
-from refold.conversion.file_bytes import Budget, Stopped, Tell, hashed
+from refold.conversion.file_bytes import Budget, Stopped, Tell, hashed, hashed_at_last
 from refold.conversion.ranks import Ranks
 from refold.conversion.shard_writer import check_copies, check_group, write_shard
 from refold.conversion.work_folder import WorkFolder
@@ -25,6 +25,8 @@ from refold.saving.folder import plain_json, write_bytes
 
 Advance = Callable[[int, int], None]
 """Called with the bytes that are done and with all there are."""
+Hash = Callable[[Path, Tell], dict[str, Any]]
+"""Tells the size and the hash of a file."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def run_job(
 
 def _done_by_all(job: Job, work: WorkFolder, ranks: Ranks, *, verify: bool, jobs: int, advance: Advance) -> None:
     budget = Budget(job.largest_group())
-    rounds = [_pieces(job, work, budget)] + ([_checks(job, work, budget)] if verify else [])
+    read_again = verify or ranks.count > 1
+    rounds = [_pieces(job, work, budget, hashed if read_again else hashed_at_last)]
+    rounds += [_checks(job, work, budget)] if verify else []
     mine = [[pieces[i] for i in ranks.share([piece.size for piece in pieces])] for pieces in rounds]
     left = [[piece for piece in pieces if work.facts(piece.kind, piece.name) is None] for pieces in mine]
     total, open_ = (sum(piece.size for pieces in rounds for piece in pieces) for rounds in (mine, left))
@@ -85,13 +89,13 @@ def _done_by_all(job: Job, work: WorkFolder, ranks: Ranks, *, verify: bool, jobs
         _check_unchanged(job)
 
 
-def _pieces(job: Job, work: WorkFolder, budget: Budget) -> list[_Piece]:
+def _pieces(job: Job, work: WorkFolder, budget: Budget, hash_source: Hash) -> list[_Piece]:
     """Every file to be written, each followed by the source's file that it comes from, which is in memory then."""
     written = [
         _Piece("shard", s.name, s.size, partial(write_shard, job, s, work.path, budget)) for s in job.shards.values()
     ]
     folder = job.source.folder
-    read = [_Piece("source", f.name, f.size, partial(hashed, folder / f.name)) for f in job.source.files.values()]
+    read = [_Piece("source", f.name, f.size, partial(hash_source, folder / f.name)) for f in job.source.files.values()]
     others = [
         _Piece("other", name, (folder / name).stat().st_size, partial(_copy, folder / name, work.path / name))
         for name in job.source.others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import torch
 from refold.conversion.byte_extents import Placed
 from refold.conversion.checkpoint_folder import ShardFile
 from refold.conversion.conversion_job import Job
-from refold.conversion.file_bytes import Budget, OpenFiles, Tell, equal_runs, equal_values, hashed, write_tensor
+from refold.conversion.file_bytes import (
+    Budget,
+    OpenFiles,
+    Tell,
+    equal_runs,
+    equal_values,
+    hashed,
+    make_room,
+    write_tensor,
+)
 from refold.conversion.tensor_plan import Group, move
 from refold.errors import CheckFailed
 from refold.weights import Tensors
@@ -23,7 +33,7 @@ def write_shard(job: Job, shard: ShardFile, folder: Path, budget: Budget, tell: 
     path = folder / shard.name
     with OpenFiles(job.source.folder) as files, path.open("wb", buffering=0) as file:
         header = shard.header.encode()
-        os.ftruncate(file.fileno(), shard.size)
+        make_room(file.fileno(), shard.size)
         file.write(len(header).to_bytes(8, "little") + header)
         computed: dict[int, tuple[Group, list[str]]] = {}
         for name, (_, place) in shard.tensors.items():
@@ -38,8 +48,10 @@ def write_shard(job: Job, shard: ShardFile, folder: Path, budget: Budget, tell: 
                 at += extent.size
         for group, names in computed.values():
             _write_computed(job, shard, group, names, files, file.fileno(), budget, tell)
-        facts = hashed(path, lambda count: tell(0))  # while the disk is at work
-        os.fsync(file.fileno())
+        with ThreadPoolExecutor(1) as pool:
+            synced = pool.submit(os.fsync, file.fileno())
+            facts = hashed(path, lambda count: tell(0))  # while the disk is at work
+            synced.result()
     return facts
 
 
