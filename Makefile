@@ -55,7 +55,7 @@ wheel: $(READY)
 	.ci/check-wheel $(BIN)/python dist
 
 demo: $(READY)
-	$(BIN)/refold optimize example:sentence-classifier --out out/sentence-classifier --overwrite
+	$(BIN)/python benchmarks/demo.py --out out/demo
 
 clean:
 	rm -rf $(VENV) out dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
