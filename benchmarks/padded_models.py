@@ -122,6 +122,11 @@ RELATIVE = (
 DECODERS = (
     TextModel("gpt2", _made("GPT2Config", "GPT2LMHeadModel", Scored, **_GPT2)),
     TextModel("llama", _made("LlamaConfig", "LlamaForCausalLM", Scored, **_LLAMA)),
-    TextModel("opt", _made("OPTConfig", "OPTForCausalLM", Scored, **_OPT), held_out=True),
+    TextModel("opt", _made("OPTConfig", "OPTForCausalLM", Scored, **_OPT)),
+    TextModel(
+        "gpt-neox",
+        _made("GPTNeoXConfig", "GPTNeoXForCausalLM", Scored, **MINI, vocab_size=VOCABULARY, use_cache=False),
+        held_out=True,
+    ),
 )
 TEXT_MODELS = {model.name: model for model in (*ENCODERS, *RELATIVE, *DECODERS)}

@@ -130,6 +130,44 @@ def core(found: dict[str, Any]) -> Iterator[str]:
         yield table(("what", "bytes"), [(name, f"{value:,}") for name, value in found["memory"].items()])
 
 
+def less_work(found: dict[str, Any]) -> Iterator[str]:
+    """Work left out against the best of all rivals, from benchmarks/less_work.py; as far as it ran."""
+    machine = found["machine"]
+    on_gpu = any("back_to_back" in row for row in found["rows"].values())
+    versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
+    yield "## Less work, on a GPU" if on_gpu else "## Less work"
+    yield (
+        f"From `benchmarks/less_work.py` ({machine['device']}, {versions}"
+        + (", bfloat16). " if on_gpu else f", {next(iter(found['rows'].values()))['threads']} threads). ")
+        + "Models marked with * were held out: nothing was tried on them while the rewrites were written. Rivals: "
+        + ", ".join(
+            dict.fromkeys(name for row in found["rows"].values() for name in row["contenders"] if name != "refold")
+        )
+        + "."
+    )
+    rows = [less_work_row(name, row, on_gpu) for name, row in found["rows"].items()]
+    single = "over the best, a call waited for" if on_gpu else "over the best rival"
+    head = (
+        "work",
+        "real tokens",
+        single,
+        "the best rival",
+        "over eager",
+        *(["over the best, back to back"] if on_gpu else []),
+    )
+    yield table(head, rows)
+
+
+def less_work_row(name: str, row: dict[str, Any], on_gpu: bool) -> tuple[str, ...]:
+    """One model on one kind of batches."""
+    best, eager = row["over_best"]["of all"], row["over_best"]["eager"]
+    low, high = best["interval"]
+    mark = "*" if row["held_out"] else ""
+    ratio = f"{best['ratio']:.2f}× [{low:.2f}, {high:.2f}]"
+    cells = (name + mark, f"{row['real_tokens']:.0%}", ratio, best["rival"], f"{eager['ratio']:.2f}×")
+    return (*cells, f"{row['back_to_back']['over_best']:.2f}×") if on_gpu else cells
+
+
 def scale(found: dict[str, Any]) -> Iterator[str]:
     """Plans without weights and checkpoints as a stream, from benchmarks/scale.py; as far as it ran."""
     machine = found["machine"]
@@ -193,6 +231,8 @@ def named_rows(name: str, rows: dict[str, dict[str, Any]]) -> str:
 
 
 SECTIONS: dict[str, Callable[[Any], Iterator[str]]] = {
+    "less_work_cpu": less_work,
+    "less_work_gpu": less_work,
     "core": core,
     "verify": verification,
     "weights": weights,
