@@ -124,7 +124,8 @@ def contenders(device: str) -> dict[str, Builder]:
 
 def build(name: str, builder: Builder, model: nn.Module, inputs: Inputs) -> Contender:
     """Build a contender and call it once, without its chatter."""
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    for chatty in ("torch.onnx", "onnxscript"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         made = builder(model, inputs)

@@ -33,7 +33,7 @@ from refold.report.text import exactness_sentence, left_out_sentence
 RIVALS = {"eager": keep_eager, COMPILE: compiled(), "ONNX Runtime": onnx_runtime, "OpenVINO": openvino}
 REFOLD = "Refold"
 SECONDS = 12.0
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def main() -> None:

@@ -33,12 +33,9 @@ def alone(work: Callable[[], _T]) -> _T:
     _at_rest.add(threading.get_ident())
     with _LOCK:
         _at_rest.discard(threading.get_ident())
-        hook = register_module_forward_pre_hook(_wait)  # left behind by an interrupt, it costs a moment and no more
-        try:
+        with register_module_forward_pre_hook(_wait):  # left behind by an interrupt, it costs a moment and no more
             _let_calls_finish()
             return work()
-        finally:
-            hook.remove()
 
 
 @contextmanager

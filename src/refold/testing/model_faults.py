@@ -90,15 +90,20 @@ def check_job_faults(
     choose: Callable[[list[Line]], Iterable[int]],
     error: type[BaseException] = Fault,
     undo: Callable[[Any], object] = lambda _: None,
+    ready: Callable[[], object] = lambda: None,
 ) -> Iterator[str]:
     """Make chosen lines of a job on a model fail, one in each run; a sentence for each fault that left a trace. What a
     job that overcame its fault returned is handed to `undo`: the model is as it was then, but for where weights lie.
+    `ready` is called before each run.
     """
+    ready()
     undo(job())  # what is imported on first use is executed only once
     done: list[Any] = []
+    ready()
     lines = executed_lines(lambda: done.append(job()), of_refold)
     undo(done.pop())
     for index in choose(lines):
+        ready()
         before = ModelFacts.of(model)
         try:
             _call_traced(lambda: done.append(job()), _Lines(of_refold, index, error))
