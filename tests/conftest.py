@@ -66,30 +66,34 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     item.stash[_BEGAN] = _processor_time()
     done = yield
-    if _Garbage.took_long:
+    if _Garbage.spent > _Garbage.cost:
         _Garbage.keep_what_is_there()
     return done
 
 
 class _Garbage:
     """Every job that is measured collects garbage, and looks through all that was imported and remembered since the
-    process began: in the end that took longer than all else. What outlives a test stays, and is looked at no more."""
+    process began: in the end that took longer than all else. What outlives a test is looked at no more, until looking
+    at the rest has taken as long as it takes to look through everything again: else what died since would stay."""
 
     began = 0.0
-    took_long = False
+    spent = 0.0
+    cost = 0.0
 
     @classmethod
     def time_collection(cls, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             cls.began = time.perf_counter()
-        elif info["generation"] == 2 and time.perf_counter() - cls.began > 0.02:
-            cls.took_long = True
+        elif info["generation"] == 2:
+            cls.spent += time.perf_counter() - cls.began
 
     @classmethod
     def keep_what_is_there(cls) -> None:
+        cls.spent = 0.0
+        gc.unfreeze()
         gc.collect()
         gc.freeze()
-        cls.took_long = False
+        cls.cost, cls.spent = cls.spent, 0.0
 
 
 @pytest.hookimpl(wrapper=True)
