@@ -38,6 +38,7 @@ SAME = {
     "beside the padding it has": (nn.ZeroPad2d(1), nn.Conv2d(3, 4, 3, padding=(0, 2)), X2, (1, 3)),
     "stride and dilation": (nn.ZeroPad2d(2), nn.Conv2d(3, 4, 2, stride=2, dilation=2), X2, (2, 2)),
     "along one axis": (nn.ZeroPad1d(2), nn.Conv1d(3, 4, 3), X1, (2,)),
+    "beside a padding by name": (nn.ZeroPad1d(2), nn.Conv1d(3, 4, 3, padding="valid"), X1, (2,)),
     "along three axes": (nn.ZeroPad3d((1, 1, 2, 2, 0, 0)), nn.Conv3d(3, 4, 3), X3, (0, 2, 1)),
     "no batch": (nn.ZeroPad2d(1), nn.Conv2d(3, 4, 3), torch.randn(3, 6, 5), (1, 1)),
     "nothing along the channels": (lambda x: F.pad(x, (1, 1, 1, 1, 0, 0)), nn.Conv2d(3, 4, 3), X2, (1, 1)),

@@ -141,6 +141,7 @@ class Editor:
                 fetched = {n.target: n for n in before if n.op == "get_attr"}
                 own = {role: fetched[operand.name] for role, operand in call.operands.items()}
                 node.args, node.kwargs = _arguments(call, {"input": source, **own, **fetches}, settings or {})
+                node.target = _taking(node.target, settings or {})
                 self._erase_fetches(before)
         self.mark(node)
 
@@ -325,6 +326,12 @@ def _release(record: MapRecord, old: Tensors, new: Tensors) -> None:
     released = call_notes.current().released
     for role in record.corrections:
         released.release(old[role], lambda role=role: record.recover(new)[role])  # type: ignore[misc]
+
+
+def _taking(target: Any, settings: Mapping[str, Any]) -> Any:
+    """The overload of a convolution that takes a padding in numbers, where one took the name of a rule before."""
+    by_name = isinstance(target, torch._ops.OpOverload) and target._overloadname == "padding"
+    return target.overloadpacket.default if by_name and isinstance(settings.get("padding"), list) else target
 
 
 def _as_parameter(tensor: torch.Tensor | None, requires_grad: bool) -> nn.Parameter | None:

@@ -90,7 +90,14 @@ def _describe(tensor: torch.Tensor) -> str:
 def _module(path: str, module: nn.Module) -> str:
     # the class of a GraphModule is made anew by copying and pickling, and the type of its root by tracing
     kind = "GraphModule" if isinstance(module, GraphModule) else type(module).__qualname__
-    return f"{kind} {'training' if module.training else 'evaluating'} {module.extra_repr() if path else ''}"
+    return f"{kind} {'training' if module.training else 'evaluating'} {_settings(module) if path else ''}"
+
+
+def _settings(module: nn.Module) -> str:
+    try:
+        return module.extra_repr()
+    except RecursionError:  # torch's own EmbeddingBag, after torch.fx has traced it
+        return ""
 
 
 def _node(node: Node) -> str:
