@@ -219,3 +219,28 @@ def test_what_was_prepared_again_comes_back_as_it_was(tmp_path: Path, monkeypatc
     assert fast.refresh()
     refold.save(fast, tmp_path / "folder")
     assert torch.equal(loaded(tmp_path / "folder", Scores)(**CALL), fast(**CALL))
+
+
+def test_further_kinds_of_calls_travel_with_the_folder(tmp_path: Path) -> None:
+    model = scores()
+    fast = optimized(model, on_fallback="raise")
+    fast.prepare(CALL["x"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fast.prepare(**CALL)
+    refold.save(fast, tmp_path / "fast")
+    again = refold.load(tmp_path / "fast", scores)
+    assert len(again.further_kinds) == 2 and again._fallbacks.policy == "raise"
+    with torch.no_grad():
+        assert torch.equal(again(CALL["x"]), fast(CALL["x"]))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(again(**CALL), fast(**CALL))
+    assert again.report.calls.fast == 2 and again.report.calls.original == 0
+
+
+def test_what_was_optimized_under_autocast_is_loaded_for_it(tmp_path: Path) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fast = optimized(scores(), on_fallback="raise")
+    refold.save(fast, tmp_path / "fast")
+    again = loaded(tmp_path / "fast", scores)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(again(**CALL), fast(**CALL))

@@ -191,10 +191,13 @@ def _refuse_types(tensors: list[torch.Tensor], engine: str, types: frozenset[tor
             raise PreparationFailed(f"{engine} takes no {tensor.dtype} tensor on {tensor.device}.")
 
 
-def disagreement(expected: Sequence[torch.Tensor], computed: Sequence[torch.Tensor]) -> str | None:
+def disagreement(
+    expected: Sequence[torch.Tensor], computed: Sequence[torch.Tensor], rounding: float = 0.0
+) -> str | None:
     """Where outputs are mixed up, missing, or not numbers where those of the module are; None if they agree.
 
-    Half of the digits must agree: the relative error is at most √ε. What is not rounded must be the same.
+    Half of the digits must agree: the relative error is at most √ε, where ε is the rounding of the outputs or, if that
+    is coarser, of what they are computed from. What is not rounded must be the same.
     """
     if len(expected) != len(computed):
         return f"It gives {len(computed)} outputs, and the module {len(expected)}."
@@ -212,7 +215,7 @@ def disagreement(expected: Sequence[torch.Tensor], computed: Sequence[torch.Tens
         most = one.abs().max() if one.numel() else 1.0  # squares of large numbers overflow
         scale = most if most > 0 else 1.0
         error = torch.linalg.vector_norm((other - one) / scale)
-        if error > torch.finfo(mine.dtype).eps ** 0.5 * torch.linalg.vector_norm(one / scale):
+        if error > max(torch.finfo(mine.dtype).eps, rounding) ** 0.5 * torch.linalg.vector_norm(one / scale):
             return f"It computes something else than the module in output {index}."
     return None
 

@@ -244,7 +244,7 @@ def available_executor(name: str, device: torch.device) -> Executor:
 
 def _prepare(job: Job, wanted: Mapping[str, Executor], module: nn.Module, reference: OutputReference) -> Candidates:
     """Prepare the executors, and check the outputs of each."""
-    found, padded = Candidates(), PaddedExample(module, job.inputs)
+    found, padded = Candidates(), PaddedExample(module, job.inputs, job.rounding)
     dense = with_padding(module) if isinstance(module, GraphModule) else module
     for i, executor in enumerate(most_promising_first(wanted.values(), job.budget.capturing)):
         name = executor.name

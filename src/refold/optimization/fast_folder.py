@@ -21,6 +21,8 @@ from refold.optimization.job_stages import optimize_as_decided
 from refold.optimization.keeping import NOT_USED, fingerprint_of_weights
 from refold.optimization.optimized_module import OptimizedModule
 from refold.optimization.preparation import Preparation
+from refold.optimization.surroundings import Surroundings
+from refold.optimization.variants import Kind
 from refold.rewrite.description import recipe_of
 from refold.rewrite.registry import transformation_from
 from refold.saving.capture_recipe import Model, describe_capture, made, recorded_inputs
@@ -52,6 +54,8 @@ def save_optimized(fast: OptimizedModule, folder: str | os.PathLike[str], shard_
         "decision": decision.with_weights(weights if decision.weights == weights else "").to_text(),
         "settings": _settings(by) | {"on_fallback": fast._fallbacks.policy},
         "inputs": describe_capture(prepared.graph_module).get("inputs") if prepared.graph_module is not None else None,
+        "surroundings": by.surroundings.plain,
+        "kinds": [described for kind in fast.further_kinds if (described := _described(kind)) is not None],
         "others": [[list(tensor.shape) for tensor in call.tensors] for call in by.others],
         "tensors": {
             name: {"key": store.put(name, tensor), "requires_grad": tensor.requires_grad, "print": fingerprint(tensor)}
@@ -61,6 +65,18 @@ def save_optimized(fast: OptimizedModule, folder: str | os.PathLike[str], shard_
     with replaced(Path(folder)) as fresh:
         data["placed"] = store.write(fresh, shard_bytes)
         write_bytes(fresh / OPTIMIZED, plain_json(data))
+
+
+def _described(kind: Kind) -> dict[str, Any] | None:
+    """One more kind of calls as plain data; None, and a warning, where it cannot be told."""
+    gm = None if kind.prepared is None else kind.prepared.graph_module
+    inputs = None if gm is None else describe_capture(gm).get("inputs")
+    if inputs is None or not kind.is_told_by_its_calls:
+        warnings.warn(
+            f"Calls {kind.name} are not saved: prepare for them again where the folder is loaded.", stacklevel=5
+        )
+        return None
+    return {"inputs": inputs, "surroundings": kind.preparation.surroundings.plain}
 
 
 def _settings(by: Preparation) -> dict[str, Any]:
@@ -99,9 +115,15 @@ def load_optimized(folder: Path, model: Model | None, example_inputs: Inputs | N
         settings = _settings_from(data["settings"])
         own = _with_weights(model, data["tensors"], Store.reading(files, data["placed"], device))
         calls = list(_calls(data, example_inputs, own))
+        surroundings = Surroundings.from_plain(data.get("surroundings", {}))
+        further = list(_further_kinds(data.get("kinds", []), calls[0].device(own)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SaveError(f"{files[OPTIMIZED]} does not fit together: {type(error).__name__}: {error}.") from error
-    fast, more = optimize_as_decided(decision, own, calls, **settings)
+    with surroundings.entered():
+        fast, more = optimize_as_decided(decision, own, calls, **settings)
+    for around, call in further:
+        with around.entered():
+            fast.prepare_calls([call])
     for note in (*notes, *more):
         warnings.warn(note, PreparedAnew, stacklevel=4)
     return fast
@@ -134,6 +156,15 @@ def _calls(data: Mapping[str, Any], given: Inputs | None, model: nn.Module) -> I
     for shapes in data["others"]:
         left = iter(shapes)
         yield first.map(lambda tensor: _like(tensor, next(left)))  # noqa: B023 - used up at once
+
+
+def _further_kinds(
+    kinds: Sequence[Mapping[str, Any]], device: torch.device
+) -> Iterator[tuple[Surroundings, CallArguments]]:
+    """Calls of the other kinds that it was prepared for, and what was switched on around them."""
+    for kind in kinds:
+        call = recorded_inputs(kind["inputs"], None).map(lambda tensor: tensor.to(device))
+        yield Surroundings.from_plain(kind["surroundings"]), call
 
 
 def _like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

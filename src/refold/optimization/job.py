@@ -68,6 +68,16 @@ class Job:
         """Where the model runs."""
         return self.inputs.device(self.model)
 
+    @cached_property
+    def rounding(self) -> float:
+        """The coarsest rounding that the model computes with: outputs in float32 may come from layers in half
+        precision, or from autocast."""
+        weights = (*self.model.parameters(), *self.model.buffers())
+        dtypes = {tensor.dtype for tensor in weights if tensor.is_floating_point()}
+        if torch.is_autocast_enabled(self.device.type):
+            dtypes.add(torch.get_autocast_dtype(self.device.type))
+        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
     @property
     def original(self) -> Callable[..., Any]:
         """The model as callers know it: with zeros at padding where nobody reads it."""

@@ -327,7 +327,7 @@ def _with_other_sizes(job: Job, calls: list[CallArguments] | None) -> Job:
     if calls is None:
         return job
     model = job.original if job.outputs is None else job.outputs.called(job.original)
-    return replace(job, others=OtherSizes(model, calls))
+    return replace(job, others=OtherSizes(model, calls, job.rounding))
 
 
 def _with_sizes_that_agree(job: Job, rewritten: Rewritten, notes: list[str]) -> tuple[Job, list[str]]:

@@ -19,12 +19,13 @@ from refold.nested import CALL, OUTPUT, flatten, rebuild
 class PaddedExample:
     """What a module gives for the padded example; `places` are those of the masks among the tensors of a call."""
 
-    def __init__(self, module: Callable[..., Any], inputs: CallArguments) -> None:
+    def __init__(self, module: Callable[..., Any], inputs: CallArguments, rounding: float = 0.0) -> None:
         tree, tensors = flatten((inputs.args, inputs.kwargs), CALL)
         self.places = [place for place, tensor in enumerate(tensors) if _is_unpadded_mask(tensor)]
         self._call = CallArguments(
             *rebuild(tree, [_padded(t) if i in self.places else t for i, t in enumerate(tensors)])
         )
+        self._rounding = rounding
         self._expected = self._given_by(module) if self.places else None
 
     def _given_by(self, run: Callable[..., Any]) -> list[torch.Tensor] | None:
@@ -40,7 +41,9 @@ class PaddedExample:
         if self._expected is None:
             return None
         given = self._given_by(run)
-        return "It fails on an input with padding." if given is None else disagreement(self._expected, given)
+        if given is None:
+            return "It fails on an input with padding."
+        return disagreement(self._expected, given, self._rounding)
 
 
 def _is_unpadded_mask(tensor: torch.Tensor) -> bool:

@@ -151,9 +151,9 @@ class _Trial:
         self._job, self._model, self._reference = job, model, reference
         is_padded = reference is not None
         try:
-            self._all = OtherSizes(model, (job.inputs, *calls[:1]), padded=is_padded)
+            self._all = OtherSizes(model, (job.inputs, *calls[:1]), job.rounding, padded=is_padded)
         except Exception:  # the model itself does not take the drawn call
-            self._all = OtherSizes(model, (job.inputs,), padded=is_padded)
+            self._all = OtherSizes(model, (job.inputs,), job.rounding, padded=is_padded)
 
     def check(self, run: Callable[..., Any], what: str, *, at_example: bool = False) -> None:
         """Refuse what is not the model; `at_example` says that it takes the example's sizes alone."""

@@ -85,11 +85,14 @@ def _is_taken(model: nn.Module, call: CallArguments) -> bool:
 
 
 class OtherSizes:
-    """What a model gives for calls of other sizes than the example's, with and without padding."""
+    """What a model gives for calls of other sizes than the example's, with and without padding; `rounding` is the
+    coarsest that it computes with."""
 
-    def __init__(self, model: Callable[..., Any], calls: Sequence[CallArguments], *, padded: bool = True) -> None:
-        self.calls = tuple(calls)
-        self._padded = [PaddedExample(model, call) for call in calls[:1]] if padded else []
+    def __init__(
+        self, model: Callable[..., Any], calls: Sequence[CallArguments], rounding: float = 0.0, *, padded: bool = True
+    ) -> None:
+        self.calls, self._rounding = tuple(calls), rounding
+        self._padded = [PaddedExample(model, call, rounding) for call in calls[:1]] if padded else []
         self._expected = [_outputs(model, call) for call in calls]
 
     def objection(self, run: Callable[..., Any], most: int | None = None) -> str | None:
@@ -98,7 +101,8 @@ class OtherSizes:
         together = itertools.zip_longest(self.calls, self._padded, self._expected)
         for call, padded, expected in itertools.islice(together, most):
             try:
-                found = disagreement(expected, _outputs(run, call)) or (padded.objection(run) if padded else None)
+                found = disagreement(expected, _outputs(run, call), self._rounding)
+                found = found or (padded.objection(run) if padded else None)
             except Exception as error:
                 found = f"It fails: {first_line(error)}."
             if found is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 import torch
+
+from refold.saving.store import dtype_name, dtype_of
 
 _KINDS = ("cpu", "cuda")
 
@@ -22,6 +24,16 @@ class Surroundings:
     def now(cls) -> Self:
         """Those that are on in this thread."""
         return cls(tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind)))
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, str]) -> Self:
+        """Those that `plain` told of."""
+        return cls(tuple((kind, dtype_of(data[kind])) for kind in _KINDS if kind in data))
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """The same as plain data."""
+        return {kind: dtype_name(dtype) for kind, dtype in self.autocast}
 
     @contextmanager
     def entered(self) -> Iterator[None]:

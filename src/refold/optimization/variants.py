@@ -40,6 +40,8 @@ class Kind:
     """How its calls differ from the example."""
     rewrites: tuple[int, ...] = ()
     """The rewrites that are made again after a move."""
+    is_told_by_its_calls: bool = True
+    """Whether its calls and what is switched on around them tell it from others: not so where adapters do."""
 
     @property
     def note(self) -> str:
@@ -83,7 +85,8 @@ def further_kind(kinds: Sequence[Kind], calls: Sequence[CallArguments]) -> Kind 
         prepared = all_or_nothing(preparation.job.model, lambda: preparation.like(example))
     by_adapters = any(each.why_not(call) is None for each in known)
     otherwise = "with these adapters active" if by_adapters else "of these other sizes"
-    return Kind(preparation, prepared, _difference(first.preparation, preparation) or otherwise)
+    name = _difference(first.preparation, preparation) or otherwise
+    return Kind(preparation, prepared, name, is_told_by_its_calls=not by_adapters)
 
 
 def refreshed(kinds: Sequence[Kind]) -> tuple[list[Prepared], list[str]]:
