@@ -24,8 +24,6 @@ import torch
 torch.set_num_threads(1)
 os.environ["REFOLD_CACHE"] = "off"  # the user's own is neither read nor written; tests of it have one of their own
 
-sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # it forks four processes at each conversion
-
 SLOW_FROM = 0.14
 SLOW_TESTS = Path(__file__).parent / "slow.txt"
 LONGEST = ("tests/distributed/", "tests/examples/")  # run first: nothing would be left to run beside them at the end

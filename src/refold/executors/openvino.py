@@ -120,9 +120,11 @@ def _compile(plan: EnginePlan) -> Any:
     """Compile for these very shapes, but for sizes that are open. The plugin would take bf16 by itself where the
     processor has it: it is set to f32.
 
-    Converting makes every dimension dynamic, hence the `reshape`.
+    Converting makes every dimension dynamic, hence the `reshape`. `openvino.convert_model` would do the same, and
+    tell its makers of each conversion, by processes that it starts and files in the user's home.
     """
     import openvino
+    from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
     settings = {
@@ -138,7 +140,8 @@ def _compile(plan: EnginePlan) -> Any:
         decoder = TorchFXPythonDecoder.from_exported_program(spell_out_groups(plan.exported))
 
         def compiled() -> Any:
-            model = openvino.convert_model(decoder)
+            frontend = FrontEndManager().load_by_framework("pytorch")
+            model = frontend.convert(frontend.load(decoder))
             model.reshape(dict(enumerate(shapes)))
             return openvino.Core().compile_model(model, "CPU", settings)
 
