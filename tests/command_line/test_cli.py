@@ -314,7 +314,7 @@ def test_bench_times_refold_beside_eager(refold_command: Run, tmp_path: Path, mo
     )
     told = json.loads(out)
     assert code == 0
-    assert {row["name"] for row in told["contenders"]} == {"eager", "refold"}
+    assert {row["name"] for row in told["candidates"]} == {"eager", "refold"}
     assert told["grades"]["refold"] in ("bit-identical", "same error class")
 
 

@@ -25,7 +25,7 @@ from refold.measurement.timing import (
 
 
 class Clock:
-    """A clock that only contenders move: the tests do not depend on how busy the machine is."""
+    """A clock that only candidates move: the tests do not depend on how busy the machine is."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -36,7 +36,7 @@ class Clock:
         return self.now
 
     def sleeper(self, seconds: float):
-        """A contender that takes this long, give or take a tenth."""
+        """A candidate that takes this long, give or take a tenth."""
 
         def call(x: torch.Tensor) -> torch.Tensor:
             self.now += seconds * self.draw.uniform(0.9, 1.1)
@@ -120,25 +120,25 @@ def test_rounds_needed_is_the_first_that_can_decide():
         assert median_interval([2.0] * (needed - 1), confidence) == (0.0, math.inf)
 
 
-def test_order_alternates_and_every_contender_runs_in_every_round(clock: Clock):
+def test_order_alternates_and_every_candidate_runs_in_every_round(clock: Clock):
     seen: list[str] = []
 
-    def contender(name: str):
+    def candidate(name: str):
         def call(x: torch.Tensor) -> None:
             seen.append(name)
             clock.now += 0.06  # long enough to be called once a round, without an untimed call before
 
         return call
 
-    measure_many({"a": contender("a"), "b": contender("b"), "c": contender("c")}, X, repeats=4)
+    measure_many({"a": candidate("a"), "b": candidate("b"), "c": candidate("c")}, X, repeats=4)
     rounds = ["".join(seen[-12:][i : i + 3]) for i in range(0, 12, 3)]
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
     assert rounds[0] == rounds[1][::-1] and rounds[2] == rounds[3][::-1] and rounds[0] != rounds[2]
 
 
-def test_hopeless_contenders_leave_early_and_kept_ones_stay(clock: Clock):
-    contenders = {"fast": clock.sleeper(0.001), "slow": clock.sleeper(0.006), "baseline": clock.sleeper(0.006)}
-    result = measure_many(contenders, X, repeats=20, baseline="baseline")
+def test_hopeless_candidates_leave_early_and_kept_ones_stay(clock: Clock):
+    candidates = {"fast": clock.sleeper(0.001), "slow": clock.sleeper(0.006), "baseline": clock.sleeper(0.006)}
+    result = measure_many(candidates, X, repeats=20, baseline="baseline")
     assert result.best == "fast"
     assert result.timings["slow"].dropped
     assert len(result.timings["slow"].seconds) == rounds_needed(0.95, 3)
@@ -181,9 +181,9 @@ def test_a_race_that_is_decided_stops_and_one_that_is_not_goes_on(clock: Clock):
 
 
 def test_rounds_that_were_asked_for_are_run_whatever_they_take(clock: Clock):
-    contenders = {"a": clock.sleeper(0.1), "b": clock.sleeper(0.1)}
-    assert len(measure_many(contenders, X, time_budget=0.1).timings["a"].seconds) == 2
-    assert len(measure_many(contenders, X, time_budget=0.1, at_least=7).timings["a"].seconds) == 7
+    candidates = {"a": clock.sleeper(0.1), "b": clock.sleeper(0.1)}
+    assert len(measure_many(candidates, X, time_budget=0.1).timings["a"].seconds) == 2
+    assert len(measure_many(candidates, X, time_budget=0.1, at_least=7).timings["a"].seconds) == 7
 
 
 def test_undecided_are_the_best_and_those_that_the_rounds_cannot_tell_from_it():
@@ -195,7 +195,7 @@ def test_undecided_are_the_best_and_those_that_the_rounds_cannot_tell_from_it():
     assert Comparison(timings, {}, "cpu", 1).undecided == ["best", "level"]
 
 
-def test_a_contender_that_fails_is_reported_and_the_others_are_measured(clock: Clock):
+def test_a_candidate_that_fails_is_reported_and_the_others_are_measured(clock: Clock):
     def broken(x: torch.Tensor) -> None:
         raise ValueError("no")
 
@@ -281,7 +281,7 @@ def test_prints_and_serialises(clock: Clock):
     assert "<table>" in result._repr_html_()
     many = measure_many({"<a>": clock.sleeper(0.001), "b": clock.sleeper(0.001)}, X, repeats=2)
     assert "&lt;a&gt;" in many._repr_html_() and "<a>" not in many._repr_html_()
-    assert {row["name"] for row in json.loads(json.dumps(many.to_dict()))["contenders"]} == {"<a>", "b"}
+    assert {row["name"] for row in json.loads(json.dumps(many.to_dict()))["candidates"]} == {"<a>", "b"}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

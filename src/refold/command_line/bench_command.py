@@ -31,7 +31,7 @@ _MEASURE_SECONDS = 30.0
 def bench_model(
     console: Console, request: Request, level: str, pipeline: Path | None, time_budget: float | None
 ) -> None:
-    """Prepare every contender, check its outputs, and time all of them in turn."""
+    """Prepare every candidate, check its outputs, and time all of them in turn."""
     steps = chosen_pipeline(level, pipeline, device=request.device)
     with progress(console) as show:
         show(f"loading {request.model}", 0.0)
@@ -46,16 +46,16 @@ def bench_model(
     left_out = grouped((race.left_out | comparison.failed).items(), most_names=99)
     lines = [f"not in the race: {names} ({why})" for _, why, names in left_out]
     numbers = map(number, ("speed-up", "median", "quartiles", "first call"))
-    columns: list[str | Column] = [Column("contender", no_wrap=True), *numbers, "exactness"]
+    columns: list[str | Column] = [Column("candidate", no_wrap=True), *numbers, "exactness"]
     console.show(data, table(_title(loaded), columns, rows), *lines)
 
 
 class Race:
-    """The contenders, as they come in."""
+    """The candidates, as they come in."""
 
     def __init__(self, loaded: LoadedModel, budget: Budget, show: Progress) -> None:
         self.loaded, self.budget, self.show = loaded, budget, show
-        self.contenders: dict[str, Callable[..., Any]] = {EAGER: loaded.model}
+        self.candidates: dict[str, Callable[..., Any]] = {EAGER: loaded.model}
         self.left_out = dict(unavailable(loaded.device))
         self.grades: dict[str, str] = {EAGER: "the reference"}
         self.label = REFOLD
@@ -92,21 +92,21 @@ class Race:
         self.add(REFOLD, make)
 
     def add(self, name: str, make: Callable[[], Callable[..., Any]]) -> None:
-        """Make a contender and see what it computes; whatever it raises, the others go on."""
+        """Make a candidate and see what it computes; whatever it raises, the others go on."""
         try:
-            contender = make()
+            candidate = make()
             with torch.no_grad():
-                self.grades[name] = self.reference.grade(self.loaded.inputs.given_to(contender)).grade
+                self.grades[name] = self.reference.grade(self.loaded.inputs.given_to(candidate)).grade
         except Exception as error:
             self.left_out[name] = first_line(error)
             return
-        self.contenders[name] = contender
+        self.candidates[name] = candidate
 
     def run(self) -> Comparison:
         """Time all of them in turn."""
         seconds = max(2.0, min(_MEASURE_SECONDS, self.budget.left))
         return measure_many(
-            self.contenders, self.loaded.inputs, time_budget=seconds, baseline=EAGER, keep=[EAGER, REFOLD]
+            self.candidates, self.loaded.inputs, time_budget=seconds, baseline=EAGER, keep=[EAGER, REFOLD]
         )
 
 

@@ -1,6 +1,6 @@
 """How fast two (or many) ways to run the same model are: interleaved, paired by round, with the spread.
 
-A machine drifts: clocks change, neighbours come and go. So the contenders take turns, the order is turned round
+A machine drifts: clocks change, neighbours come and go. So the candidates take turns, the order is turned round
 between rounds, and a comparison uses only the ratio of two times of the same round. The interval of the median ratio
 comes from its order statistics (an inverted sign test): it assumes no distribution and needs no percentage picked by
 hand.
@@ -37,7 +37,7 @@ _MOST_ROUNDS = 200
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one contender; `seconds[i]` is the time of a call in round i."""
+    """What was measured of one candidate; `seconds[i]` is the time of a call in round i."""
 
     name: str
     seconds: tuple[float, ...]
@@ -84,7 +84,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Two contenders compared. `ratio` above 1 says that `b` is faster than `a`, by that factor."""
+    """Two candidates compared. `ratio` above 1 says that `b` is faster than `a`, by that factor."""
 
     a: Timing
     b: Timing
@@ -147,7 +147,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Many contenders measured in turn, fastest first when printed. `failed` says why some could not run."""
+    """Many candidates measured in turn, fastest first when printed. `failed` says why some could not run."""
 
     timings: dict[str, Timing]
     failed: dict[str, str]
@@ -170,26 +170,26 @@ class Comparison:
 
     @property
     def undecided(self) -> list[str]:
-        """The best contender, and those that may be as fast for all that the rounds can tell."""
+        """The best candidate, and those that may be as fast for all that the rounds can tell."""
         best = self.best
         alive = [timing.name for timing in self.timings.values() if not timing.dropped]
         return [best, *(name for name in alive if name != best and not self.between(name, best).faster)]
 
     def between(self, a: str, b: str) -> Measurement:
-        """The two contenders compared over the rounds that both ran."""
+        """The two candidates compared over the rounds that both ran."""
         return Measurement(self.timings[a], self.timings[b], self.device, self.threads, self.confidence)
 
     def among(self, names: Collection[str]) -> Comparison:
-        """These contenders alone."""
+        """These candidates alone."""
         return replace(self, timings={name: self.timings[name] for name in names}, baseline=None)
 
     def followed_by(self, other: Comparison) -> Comparison:
-        """Together with more rounds of some of the contenders."""
+        """Together with more rounds of some of the candidates."""
         more = {name: self.timings[name].followed_by(timing) for name, timing in other.timings.items()}
         return replace(self, timings=self.timings | more)
 
     def speedup(self, name: str) -> float:
-        """How many times faster than the baseline (the first contender when none was named)."""
+        """How many times faster than the baseline (the first candidate when none was named)."""
         return self.between(self.baseline or next(iter(self.timings)), name).ratio
 
     @property
@@ -199,7 +199,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         rows = [timing.to_dict() | {"speedup": self.speedup(timing.name)} for timing in self.ranked]
         return {
-            "contenders": rows,
+            "candidates": rows,
             "failed": self.failed,
             "best": self.best,
             "baseline": self.baseline or next(iter(self.timings)),
@@ -231,7 +231,7 @@ def measure(
     `repeats` is the number of rounds; without it, as many as fit in `time_budget` seconds.
     Gradients are off unless `grad=True`: this times inference. `memory=False` saves the call that peak memory takes.
     """
-    given = tuple(getattr(contender, "__name__", type(contender).__name__) for contender in (a, b))
+    given = tuple(getattr(candidate, "__name__", type(candidate).__name__) for candidate in (a, b))
     names = given if given[0] != given[1] else ("a", "b")
     comparison = measure_many(
         dict(zip(names, (a, b), strict=True)),
@@ -249,7 +249,7 @@ def measure(
 
 
 def measure_many(
-    contenders: Mapping[str, Callable[..., Any]],
+    candidates: Mapping[str, Callable[..., Any]],
     inputs: Inputs,
     *,
     repeats: int | None = None,
@@ -262,24 +262,24 @@ def measure_many(
     at_least: int = 2,
     until_decided: bool = False,
 ) -> Comparison:
-    """Time many contenders in turn. Those that cannot win any more leave early, except the names in `keep`.
+    """Time many candidates in turn. Those that cannot win any more leave early, except the names in `keep`.
 
     The budget covers the rounds; the first calls (which may compile) are timed apart and are not counted. Warming up
     takes no longer than the rounds, so a call of many seconds gets fewer untimed ones. There are `at_least` so many
     rounds, whatever they take; `until_decided` stops once the fastest is known beyond the noise.
     """
-    patience = math.inf if repeats else time_budget / max(1, len(contenders))
+    patience = math.inf if repeats else time_budget / max(1, len(candidates))
     arguments = CallArguments.of(inputs, "inputs")
-    device = arguments.device(*contenders.values())
+    device = arguments.device(*candidates.values())
     runs, failed = {}, {}
     with torch.set_grad_enabled(grad), without_collector(device):
-        for name, contender in contenders.items():
+        for name, candidate in candidates.items():
             try:
-                runs[name] = _Run.warmed_up(name, contender, arguments, device, patience, memory)
+                runs[name] = _Run.warmed_up(name, candidate, arguments, device, patience, memory)
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         if not runs:
-            raise MeasurementFailed(f"None of the contenders could run: {failed}.")
+            raise MeasurementFailed(f"None of the candidates could run: {failed}.")
         rounds = _Rounds(repeats, time_budget, at_least, until_decided, confidence)
         _take_turns(list(runs.values()), rounds, {*keep, baseline})
     timings = {name: run.timing() for name, run in runs.items()}
@@ -309,7 +309,7 @@ def rounds_needed(confidence: float, comparisons: int = 1) -> int:
 
 @dataclass
 class _Run:
-    """A contender on its way through the rounds."""
+    """A candidate on its way through the rounds."""
 
     name: str
     call: Call
@@ -326,13 +326,13 @@ class _Run:
     def warmed_up(
         cls,
         name: str,
-        contender: Callable[..., Any],
+        candidate: Callable[..., Any],
         arguments: CallArguments,
         device: torch.device,
         patience: float,
         memory: bool,
     ) -> _Run:
-        call = partial(arguments.given_to, contender)
+        call = partial(arguments.given_to, candidate)
         first = seconds_of(call, 1, device)
         seen = [seconds_of(call, 1, device)]
         # too few calls yet, or still getting faster: not warm
@@ -340,7 +340,7 @@ class _Run:
             seen.append(seconds_of(call, 1, device))
         fastest = max(min(seen), 1e-9)
         per_sample = max(1, math.ceil(shortest_sample(device) / fastest))
-        nodes = len(contender.graph.nodes) if isinstance(contender, torch.fx.GraphModule) else None
+        nodes = len(candidate.graph.nodes) if isinstance(candidate, torch.fx.GraphModule) else None
         peak = peak_memory(call, device) if memory else None
         return cls(name, call, device, first, per_sample, fastest < _SETTLE_BELOW, nodes, peak)
 
@@ -365,7 +365,7 @@ class _Rounds:
 
 
 def _take_turns(runs: list[_Run], rounds: _Rounds, protected: Collection[str | None]) -> None:
-    """Sample every contender once a round, until the rounds or the seconds are used up, or all is said."""
+    """Sample every candidate once a round, until the rounds or the seconds are used up, or all is said."""
     start = time.perf_counter()
     patience = rounds_needed(rounds.confidence, len(runs))
     for done in range(1, (rounds.repeats or _MOST_ROUNDS) + 1):
@@ -391,14 +391,14 @@ def _is_decided(runs: list[_Run], confidence: float) -> bool:
 
 
 def _order(runs: list[_Run], index: int) -> list[_Run]:
-    """Rotated every second round and turned round every other: each contender meets each place and each predecessor."""
+    """Rotated every second round and turned round every other: each candidate meets each place and each predecessor."""
     shift = (index // 2) % len(runs)
     turned = runs[shift:] + runs[:shift]
     return turned[::-1] if index % 2 else turned
 
 
 def _drop_hopeless(runs: list[_Run], protected: Collection[str | None]) -> None:
-    """Drop each contender that never was as fast as the leader's median: by chance, that has probability 2^−rounds."""
+    """Drop each candidate that never was as fast as the leader's median: by chance, that has probability 2^−rounds."""
     leader = min(statistics.median(run.samples) for run in runs)
     for run in runs:
         run.dropped = run.name not in protected and min(run.samples) > leader
@@ -416,7 +416,7 @@ def _describe(timing: Timing) -> str:
 
 
 def _table(caption: str, rows: Sequence[tuple[Timing, str]]) -> str:
-    head = "<tr><th>contender</th><th>speed-up</th><th>median ms</th><th>quartiles ms</th><th>first call s</th></tr>"
+    head = "<tr><th>candidate</th><th>speed-up</th><th>median ms</th><th>quartiles ms</th><th>first call s</th></tr>"
     body = ""
     for timing, speedup in rows:
         low, high = (f"{value * 1e3:.3f}" for value in timing.quartiles)

@@ -53,19 +53,21 @@ class Preparation:
     def anew(self, before: Prepared | None) -> Prepared:
         """What is prepared for the model as it is now, by the executors that were chosen before."""
         job, others = self._here()
-        return self._prepared(job if before is None else _as_before(job, before), others)
+        return self._prepared(job if before is None else _with_known_executors(job, before), others)
 
     def with_other_weights(self, before: Prepared) -> Prepared:
         """The same made again for other weights: the rewrites that were kept, and nothing is measured."""
         job, others = self._here()
         kept = tuple(each for each in job.pipeline if each.signature in before.rewrites)
-        return self._prepared(replace(_as_before(job, before), pipeline=kept, effort="quick", cache=None), others)
+        return self._prepared(
+            replace(_with_known_executors(job, before), pipeline=kept, effort="quick", cache=None), others
+        )
 
     def like(self, first: Prepared) -> Prepared:
         """What is prepared for calls of another kind than the first: by the executors that were chosen for that, and
         without the rewrites that were reverted there. Where there is nothing to go by, everything is tried."""
         job, others = self._here()
-        job = _as_before(job, first)
+        job = _with_known_executors(job, first)
         if job.known:
             reverted = {step.signature for step in first.report.steps if step.status == "taken back"}
             pipeline = tuple(each for each in job.pipeline if str(each.signature) not in reverted)
@@ -114,7 +116,7 @@ class Preparation:
         return list(dict.fromkeys([*reasons, *before.differences(now)]))
 
 
-def _as_before(job: Job, prepared: Prepared) -> Job:
+def _with_known_executors(job: Job, prepared: Prepared) -> Job:
     """A job for the executors that were chosen, where they were: then no others are tried."""
     ways = (prepared.at_example, prepared.at_any_size or prepared.at_example)
     names = tuple(dict.fromkeys(way.executor for way in ways))
