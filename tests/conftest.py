@@ -13,7 +13,6 @@ import functools
 import gc
 import os
 import resource
-import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
