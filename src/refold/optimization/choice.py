@@ -198,21 +198,23 @@ def _at_any_size(
     fastest = sorted(open_ones, key=lambda name: comparison.timings[name].median)[:_MOST_RACED]
     runs = {name: as_called(wanted[name], open_ones[name]) for name in fastest}
     job.progress("timing at other sizes", 0.93)
-    best = _best_on_mix(job, runs)
+    best = _best_on_mix(job, runs, comparison)
     if best == ORIGINAL:
         return ReadyExecutor(ORIGINAL, job.original, True)
     return ready_executor(wanted[best], open_ones[best])
 
 
-def _best_on_mix(job: Job, runs: dict[str, Callable[..., Any]]) -> str:
-    """Which of these takes the least time for the whole mix of sizes, and is not slower than the original at any."""
-    calls = (job.inputs, *(job.others.calls if job.others is not None else ()))
+def _best_on_mix(job: Job, runs: dict[str, Callable[..., Any]], at_example: Comparison) -> str:
+    """Which of these takes the least time for the whole mix of sizes, and is not slower than the original at any. At
+    the example's they have been timed."""
+    calls = job.others.calls if job.others is not None else ()
     is_free = job.backend == "auto" and job.effort != "quick"
     if len(runs) < 2 and not is_free:
         return next(iter(runs))
     candidates = runs | ({ORIGINAL: job.original} if is_free else {})
-    seconds = _seconds(job) / len(calls)
+    seconds = _seconds(job) / (1 + len(calls))
     races = [_compare(job, candidates, inputs=call, seconds=seconds, keep=candidates) for call in calls]
+    races.append(at_example)
     raced = [name for name in candidates if all(name in race.timings for race in races)]
     if is_free:
         raced = [name for name in raced if not any(_is_slower(race, name) for race in races)]
