@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -587,3 +589,17 @@ class TestCudaGraph:
             torch.cuda.synchronize()
             for x, y in zip(inputs, outputs, strict=True):
                 assert torch.equal(y, module(x))
+
+
+def test_openvino_says_nothing_to_the_root_logger() -> None:
+    """In a process of its own: what it misses in torch's tables it says once."""
+    pytest.importorskip("openvino")
+    code = (
+        "import logging, torch; from refold.executors import executor_named\n"
+        "model = torch.nn.Linear(4, 4).eval()\n"
+        "executor_named('openvino').prepare(model, (torch.randn(2, 4),), {})\n"
+        "assert not logging.getLogger().handlers and not logging.getLogger().filters\n"
+        "logging.warning('mine')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "mine" in done.stderr and "Traceback" not in done.stderr and "decomp" not in done.stderr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,7 +139,8 @@ def _compile(plan: EnginePlan) -> Any:
         shapes[index][dim] = -1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        decoder = TorchFXPythonDecoder.from_exported_program(spell_out_groups(plan.exported))
+        with _root_logger_unused():
+            decoder = TorchFXPythonDecoder.from_exported_program(spell_out_groups(plan.exported))
 
         def compiled() -> Any:
             frontend = FrontEndManager().load_by_framework("pytorch")
@@ -146,6 +149,24 @@ def _compile(plan: EnginePlan) -> Any:
             return openvino.Core().compile_model(model, "CPU", settings)
 
         return interruptibly(compiled)
+
+
+@contextmanager
+def _root_logger_unused() -> Iterator[None]:
+    """What OpenVINO misses in torch's tables it logs inside, with tracebacks, to the root logger, which would be set up
+    to write to stderr by that. Nobody who optimizes a model can do anything about it."""
+    root, nowhere = logging.getLogger(), logging.NullHandler()
+
+    def is_others(record: logging.LogRecord) -> bool:
+        return "openvino" not in record.pathname
+
+    root.addHandler(nowhere)
+    root.addFilter(is_others)
+    try:
+        yield
+    finally:
+        root.removeFilter(is_others)
+        root.removeHandler(nowhere)
 
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
