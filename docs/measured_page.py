@@ -168,6 +168,22 @@ def less_work_row(name: str, row: dict[str, Any], on_gpu: bool) -> tuple[str, ..
     return (*cells, f"{row['back_to_back']['over_best']:.2f}×") if on_gpu else cells
 
 
+def mixed_sizes(found: dict[str, Any]) -> Iterator[str]:
+    """Batches of mixed sizes in one process, from benchmarks/mixed_sizes.py; as far as it ran."""
+    machine = found["machine"]
+    yield f"## Mixed sizes ({machine['device']})"
+    yield (
+        f"From `benchmarks/mixed_sizes.py` (torch {machine['versions']['torch']}): batches of 1 to 16 rows of up to 8 "
+        "to 256 tokens, padded, or full. Every way takes any size; seconds for all batches."
+    )
+    rows = []
+    for name, row in found["rows"].items():
+        best = row["over_best"]["of all"]
+        seconds = ", ".join(f"{way} {timing['median_s']:.3g}" for way, timing in row["contenders"].items())
+        rows.append((name + ("*" if row["held_out"] else ""), seconds, f"{best['ratio']:.2f}×", best["rival"]))
+    yield table(("model", "seconds", "over the best rival", "which is"), rows)
+
+
 def scale(found: dict[str, Any]) -> Iterator[str]:
     """Plans without weights and checkpoints as a stream, from benchmarks/scale.py; as far as it ran."""
     machine = found["machine"]
@@ -233,6 +249,8 @@ def named_rows(name: str, rows: dict[str, dict[str, Any]]) -> str:
 SECTIONS: dict[str, Callable[[Any], Iterator[str]]] = {
     "less_work_cpu": less_work,
     "less_work_gpu": less_work,
+    "mixed_sizes_cpu": mixed_sizes,
+    "mixed_sizes_gpu": mixed_sizes,
     "core": core,
     "verify": verification,
     "weights": weights,
