@@ -74,6 +74,8 @@ def _together(pad: Call, conv: Call) -> tuple[int, ...]:
     sizes, amounts = conv.settings["padding"], pad.settings["pad"]
     if conv.settings["padding_mode"] != "zeros":
         raise Refuse("the convolution behind it pads with something else than zeros")
+    if sizes == "valid":  # which is another word for none
+        sizes = (0,) * conv.dims
     if not all(isinstance(size, int) for size in sizes):
         raise Refuse("the convolution behind it pads by a rule")
     if any(amounts[2 * conv.dims :]):
