@@ -143,7 +143,7 @@ def less_work(found: dict[str, Any]) -> Iterator[str]:
         + ", ".join(
             dict.fromkeys(name for row in found["rows"].values() for name in row["contenders"] if name != "refold")
         )
-        + "."
+        + f". {found.get('note', '')}".rstrip()
     )
     rows = [less_work_row(name, row, on_gpu) for name, row in found["rows"].items()]
     single = "over the best, a call waited for" if on_gpu else "over the best rival"
