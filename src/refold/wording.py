@@ -1,10 +1,11 @@
-"""Numbers, kinds and errors inside sentences; and quiet logs."""
+"""Numbers, kinds, layers and errors inside sentences; and quiet logs."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 def counted(number: int, noun: str) -> str:
@@ -16,6 +17,15 @@ def kind_of(thing: object) -> str:
     """a str, an int: what a thing is, by the name of its class."""
     name = type(thing).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def settings_of(layer: Any) -> str:
+    """What a layer says of its settings; nothing where that has no end: torch's EmbeddingBag tells of all that lies in
+    it, and torch.fx leaves its own forward there."""
+    try:
+        return str(layer.extra_repr())
+    except RecursionError:
+        return ""
 
 
 def first_line(error: BaseException) -> str:

@@ -86,8 +86,8 @@ def test_every_mask_and_size(head: str) -> None:
                 ids, mask = batch(kind, rows, length)
                 expected, found = model(ids, mask), run(ids, mask)
                 assert torch.equal(expected.isnan(), found.isnan()), (kind, rows)
-                error = (expected - found).nan_to_num().abs().max()
-                assert error <= bound * expected.nan_to_num().abs().max().clamp(min=1), (kind, rows)
+                scale = expected.nan_to_num().abs().max().clamp(min=1) if DEVICE == "cuda" else 1  # of half precision
+                assert (expected - found).nan_to_num().abs().max() <= bound * scale, (kind, rows)
     if made:
         _plan, given, dense = made
         assert given.calls > 0 and dense.calls > 0, "both ways were taken"

@@ -123,7 +123,9 @@ class Anything(RuleBasedStateMachine):
 
     @rule(twice=st.booleans())
     def deepcopy(self, twice: bool) -> None:
+        before = Portrait.of(self.gm)
         self.gm = copy.deepcopy(copy.deepcopy(self.gm) if twice else self.gm)
+        assert before.differences(Portrait.of(self.gm)) == []
         if not self.is_renamed:
             self._compare()
 

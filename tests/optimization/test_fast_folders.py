@@ -229,7 +229,7 @@ def test_further_kinds_of_calls_travel_with_the_folder(tmp_path: Path) -> None:
         fast.prepare(**CALL)
     refold.save(fast, tmp_path / "fast")
     again = refold.load(tmp_path / "fast", scores)
-    assert len(again.further_kinds) == 2 and again._fallbacks.policy == "raise"
+    assert len(again._kinds) == 3 and again._fallbacks.policy == "raise"
     with torch.no_grad():
         assert torch.equal(again(CALL["x"]), fast(CALL["x"]))
         with torch.autocast("cpu", dtype=torch.bfloat16):

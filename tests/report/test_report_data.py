@@ -242,6 +242,16 @@ def test_graph_data_of_a_traced_model() -> None:
     assert nodes["reshape"].module == ""
 
 
+def test_a_layer_that_cannot_say_its_settings_is_shown_by_its_class() -> None:
+    """torch.fx leaves a forward of its own in a layer that is traced twice, and torch tells of all that lies there."""
+    bag = nn.EmbeddingBag(4, 2)
+    bag.forward = bag.forward  # type: ignore[method-assign]
+    with pytest.raises(RecursionError):
+        bag.extra_repr()
+    gm = fx.symbolic_trace(nn.Sequential(bag))
+    assert "EmbeddingBag()" in [node.detail for node in graph_data(gm).nodes]
+
+
 def test_graph_data_of_an_exported_model() -> None:
     exported = torch.export.export(Stack(), (torch.zeros(3, 4),))
     nodes = by_name(graph_data(exported.graph_module))

@@ -55,7 +55,7 @@ def save_optimized(fast: OptimizedModule, folder: str | os.PathLike[str], shard_
         "settings": _settings(by) | {"on_fallback": fast._fallbacks.policy},
         "inputs": describe_capture(prepared.graph_module).get("inputs") if prepared.graph_module is not None else None,
         "surroundings": by.surroundings.plain,
-        "kinds": [described for kind in fast.further_kinds if (described := _described(kind)) is not None],
+        "kinds": [described for kind in fast._kinds[1:] if (described := _described(kind)) is not None],
         "others": [[list(tensor.shape) for tensor in call.tensors] for call in by.others],
         "tensors": {
             name: {"key": store.put(name, tensor), "requires_grad": tensor.requires_grad, "print": fingerprint(tensor)}

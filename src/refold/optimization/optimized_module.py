@@ -202,11 +202,6 @@ class OptimizedModule(nn.Module):
             self._variants.append(found)
 
     @property
-    def further_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of calls that were prepared for beside those of the example."""
-        return tuple(self._variants)
-
-    @property
     def _kinds(self) -> list[Kind]:
         return [Kind(self._preparation, self.prepared), *self._variants]
 

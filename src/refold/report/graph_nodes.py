@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from refold.report.data import GraphData, GraphNode
+from refold.wording import settings_of
 
 LONGEST_TEXT = 160
 
@@ -98,7 +99,7 @@ def detail_text(node: fx.Node, modules: Mapping[str, torch.nn.Module]) -> str:
     name = type(module).__name__
     if not type(module).__module__.startswith("torch.nn.modules"):
         return name
-    return shorten(f"{name}({module.extra_repr()})")
+    return shorten(f"{name}({settings_of(module)})")
 
 
 def value_text(node: fx.Node) -> str:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from refold import fx_private
 from refold.fingerprint import fingerprint
 from refold.fx_private import registered_tensors
+from refold.wording import settings_of
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,7 @@ def _describe(tensor: torch.Tensor) -> str:
 def _module(path: str, module: nn.Module) -> str:
     # the class of a GraphModule is made anew by copying and pickling, and the type of its root by tracing
     kind = "GraphModule" if isinstance(module, GraphModule) else type(module).__qualname__
-    return f"{kind} {'training' if module.training else 'evaluating'} {_settings(module) if path else ''}"
-
-
-def _settings(module: nn.Module) -> str:
-    try:
-        return module.extra_repr()
-    except RecursionError:  # torch's own EmbeddingBag, after torch.fx has traced it
-        return ""
+    return f"{kind} {'training' if module.training else 'evaluating'} {settings_of(module) if path else ''}"
 
 
 def _node(node: Node) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from operator import attrgetter
@@ -55,9 +55,8 @@ class PaddingTrial:
     members: set[Node]
     attentions: dict[Node, Attention]
 
-    def __post_init__(self) -> None:
-        self.brought: dict[tuple[Node, bool], Any] = {}
-        """The weights of what is run, on the CPU, wide or not."""
+    brought: dict[tuple[Node, bool], Any] = field(default_factory=dict, repr=False)
+    """The weights of what is run, on the CPU, wide or not."""
 
     @cached_property
     def derived(self) -> set[Node]:
@@ -197,10 +196,9 @@ class _Run:
         if hands_out(node):  # the caller reads no padding of packed values, and is given zeros there
             given = {n: self._zeroed(n, values[n]) for n in node.all_input_nodes if n in self.trial.members}
             values = values | given
-        is_written = node in self.grid.view.written
         try:
-            found = call_on_cpu(self.gm, node, values, self.wide, {} if is_written else self.trial.brought)
-            return found.clone() if is_written and node.op == "get_attr" else found
+            found = call_on_cpu(self.gm, node, values, self.wide, self.trial.brought)
+            return found.clone() if node.op == "get_attr" and node in self.grid.view.written else found
         except _REFUSALS as error:
             first = str(error).partition("\n")[0]
             raise Refuse(f"{node.name} could not be run to see whether it reads padding: {first}") from None
